@@ -132,8 +132,8 @@ class Shop:
 
     def serve(self, way: str, requests: list[Request]) -> tuple[dict[str, Any], Door]:
         """The cost of serving these requests, and the tokens of each; both mean nothing on other ranks than 0."""
+        from mpi4dl.geometry import ceil_div
         from mpi4dl.text.batcher import Batcher
-        from mpi4dl.text.model import pages_for
 
         most = 1 if way == ALONE else self.options.batch
         batcher = Batcher(
@@ -143,7 +143,7 @@ class Shop:
             self.context,
             max_batch=most,
             page_size=PAGE_SIZE,
-            num_pages=most * pages_for(self.context, PAGE_SIZE),
+            num_pages=most * ceil_div(self.context, PAGE_SIZE),
         )
         self.comm.barrier()
         clock = Clock(time.perf_counter if self.options.clock == "wall" else self.work_seconds)

@@ -51,6 +51,11 @@ class RandomStates:
         gpus = tuple((device, torch.cuda.get_rng_state(device)) for device in devices if device.type == "cuda")
         return cls(torch.get_rng_state(), gpus, PythonStates.now())
 
+    @classmethod
+    def of_process(cls) -> "RandomStates":
+        """With that of the GPU, if this process uses one."""
+        return cls.now([torch.device("cuda")] if torch.cuda.is_initialized() else ())
+
     def put(self) -> None:
         """Go on from these states."""
         torch.set_rng_state(self.host)

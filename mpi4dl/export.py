@@ -33,7 +33,7 @@ def export(source: Path, out: Path) -> list[str]:
 
     import torch
 
-    from mpi4dl.checkpoints.json_values import Damaged
+    from mpi4dl._numbers import Damaged
     from mpi4dl.checkpoints.manifest import ABOUT, CLASSES, MANIFEST
     from mpi4dl.checkpoints.storage import Spec, StorageLayout, write
     from mpi4dl.checkpoints.weights import average_of, open_weights, weights_in, with_average, without_adapters

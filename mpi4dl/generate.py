@@ -20,7 +20,7 @@ from mpi4dl._files import read_regular
 from mpi4dl.options.command import CommandLine, command
 from mpi4dl.options.config import Parallel
 from mpi4dl.options.declare import ConfigError, like
-from mpi4dl.text.options import Batching, Choosing, Prompts, Ranks
+from mpi4dl.text.options import Batching, Prompts, Ranks, Sampling
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
@@ -40,7 +40,7 @@ class Cores:
 @dataclass(frozen=True)
 class GenerateConfig:
     prompts: Prompts = field(default_factory=Prompts)
-    choosing: Choosing = field(default_factory=Choosing)
+    choosing: Sampling = field(default_factory=Sampling)
     ranks: Ranks = field(default_factory=Ranks)
     batching: Batching = field(default_factory=Batching)
     cores: Cores = field(default_factory=Cores)
@@ -51,7 +51,7 @@ def generate(comm: "Communicator", asked: CommandLine[GenerateConfig]) -> None:
     """Load the model, each rank its part, and write what is asked for to standard output, from rank 0."""
     config = asked.config
     with comm.together((ValueError,)):
-        config.choosing.sampling(config.prompts.num_samples - 1)
+        config.choosing.of_sample(config.prompts.num_samples - 1)
 
     from mpi4dl.text.loading import find_trained, open_batcher
 
@@ -65,7 +65,7 @@ def generate(comm: "Communicator", asked: CommandLine[GenerateConfig]) -> None:
             printer = Printer(wanted, config.prompts.json)
             for place, (prompt, number) in enumerate(wanted):
                 tokens = batcher.tokenizer.encode(prompt).tolist()
-                batcher.submit(tokens, config.choosing.sampling(number), partial(printer.hear, place))
+                batcher.submit(tokens, config.choosing.of_sample(number), partial(printer.hear, place))
     if comm.rank == 0:
         batcher.stop(drain=True)
         batcher.run()

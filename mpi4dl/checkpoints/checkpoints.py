@@ -16,19 +16,19 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mpi4dl._files import LOCK, POLL_SECONDS, Replacement, lock, naming
+from mpi4dl._numbers import Damaged
 from mpi4dl.checkpoints import storage
-from mpi4dl.checkpoints.json_values import Damaged, Unreadable, encode, random_state, unlike
+from mpi4dl.checkpoints.json_values import SavedRandomness, Unreadable, encode, unlike
 from mpi4dl.checkpoints.manifest import CLASSES, MODEL, OPTIMIZER, Job, Writing, checkpoints_in, clean, name_of, step_of
-from mpi4dl.checkpoints.saved import Kept, Saved, learned, newest_whole, require_whole, slots_of
+from mpi4dl.checkpoints.saved import Kept, Saved, learn, learned, newest_whole, require_whole, slots_of
 from mpi4dl.checkpoints.storage import Spec, StorageLayout
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.parallel.replicas.buckets import Shard
@@ -71,14 +71,8 @@ def capture(engine: Kept, extra: Mapping[str, Any]) -> Job:
         },
         "extra": encode(extra),
     }
-    return Job(
-        engine.num_steps, {MODEL: model, OPTIMIZER: optimizer}, state, random_state() | {"norms": learned(engine)}
-    )
-
-
-def model_values(engine: Kept) -> Values:
-    """The file of the model's values, and this rank's pieces of it, on the host. Collective."""
-    return _values(engine, [shard._replace(state={}) for shard in engine.shards()])[0]
+    mine = SavedRandomness.now()._asdict() | {"norms": learned(engine)}
+    return Job(engine.num_steps, {MODEL: model, OPTIMIZER: optimizer}, state, mine)
 
 
 def _values(engine: Kept, mine: Sequence[Any]) -> tuple[Values, Values]:
@@ -139,7 +133,7 @@ def restore(engine: Kept, saved: Saved) -> dict[str, Any]:
     """
     with engine.comm.together((ValueError,)):
         _fits(engine, saved)
-    stages, optimizer = engine.stages, engine.optimizer
+    stages, optimizer, state = engine.stages, engine.optimizer, saved.state
     for group, known in zip(optimizer.param_groups, saved.groups, strict=True):
         group.update(known)
     parameters = {name for same in stages.names_of.values() for name in same}
@@ -161,15 +155,15 @@ def restore(engine: Kept, saved: Saved) -> dict[str, Any]:
         return saved.model.read(own, start, stop), found
 
     engine.load_shards(read)
-    engine.num_steps = saved.step
-    engine.executor.seed, engine.executor.num_runs = saved.seed, saved.num_runs
-    if engine.scaler.enabled and saved.scaler is not None:
-        engine.scaler.scale, engine.scaler.finite_steps = saved.scaler
-    same_plan = engine.plan.is_told_by(saved.plan) and len(saved.ranks) == engine.comm.size
-    saved.ranks[engine.comm.rank if same_plan else 0].set()
+    engine.num_steps = state.step
+    engine.executor.seed, engine.executor.num_runs = state.seed, state.num_runs
+    if engine.scaler.enabled and state.scaler is not None:
+        engine.scaler.scale, engine.scaler.finite_steps = state.scaler
+    same_plan = engine.plan.is_told_by(state.plan) and len(saved.ranks) == engine.comm.size
+    saved.ranks[engine.comm.rank if same_plan else 0].put()
     engine.executor.draw_alike()  # a checkpoint may be of ranks that did not
     if same_plan:
-        saved.learned_halos[engine.comm.rank].set(engine)
+        learn(engine, saved.norms[engine.comm.rank])
     return saved.extra
 
 
@@ -184,8 +178,8 @@ def _fits(engine: Kept, saved: Saved) -> None:
         kinds = [specs[name].dtype for specs in (there, here)]
         if kinds[0] != kinds[1] and not all(kind.is_floating_point for kind in kinds):  # masters may be wider
             raise Refusal(f"{path} is of another model: {name} is {kinds[0]} there, but {kinds[1]} here")
-    if saved.optimizer_class != type(optimizer).__name__:
-        known = saved.optimizer_class
+    known = saved.state.optimizer.class_
+    if known != type(optimizer).__name__:
         raise Refusal(f"{path} was written with the optimizer {known}, but this is {type(optimizer).__name__}")
     if len(saved.groups) != len(optimizer.param_groups):
         has, wants = len(saved.groups), len(optimizer.param_groups)
@@ -199,7 +193,7 @@ def _fits(engine: Kept, saved: Saved) -> None:
 SIGHT_SECONDS = 10.0  # for what rank 0 made to be seen through a shared file system
 
 
-class Checkpoints:
+class Checkpoints(AbstractContextManager["Checkpoints"]):
     """The checkpoints in one folder, of which the newest `keep` stay. Every method is collective but `failed`.
 
     `skipped` says what was wrong with those that `newest` passed over. Only one job at a time may use a folder. Before
@@ -220,14 +214,11 @@ class Checkpoints:
         self._alone = False  # what was of other runs is out of the way
         with comm.together():
             if comm.rank == 0:
-                self._prepare()
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._lock = lock(self.folder)
+                clean(self.folder)
         with comm.together():
             self._see()
-
-    def _prepare(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = lock(self.folder)
-        clean(self.folder)
 
     def _see(self) -> None:
         deadline = time.monotonic() + SIGHT_SECONDS
@@ -343,12 +334,7 @@ class Checkpoints:
             os.close(self._lock)
             self._lock = None
 
-    def __enter__(self) -> "Checkpoints":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.wait()
         self.close()
@@ -386,7 +372,7 @@ def save_model(engine: Kept, path: Path, classes: Sequence[str] = (), about: Map
 
     Raises Refusal on all ranks if it cannot be written; then nothing is there, or the old file is.
     """
-    layout, pieces = model_values(engine)
+    (layout, pieces), _ = _values(engine, [shard._replace(state={}) for shard in engine.shards()])
     told = {CLASSES: json.dumps(list(classes))} if classes else {}
     layout = storage.StorageLayout.of(layout.specs, {**layout.metadata, **told, **(about or {})})
     new, comm = Replacement(path), engine.comm

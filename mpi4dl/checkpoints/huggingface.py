@@ -89,7 +89,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    found = parse(read_regular(path), str(path)).plain
+    found = parse(read_regular(path), str(path))
     if not isinstance(found, dict):
         raise ValueError(f"{path} has no object of JSON, so transformers did not write it")
     return found

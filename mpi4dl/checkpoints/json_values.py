@@ -6,85 +6,26 @@ import math
 import random
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mpi4dl._numbers import Damaged, typed
+from mpi4dl._randomness import PythonStates, RandomStates
+
 MOST_LEVELS = 100
 LARGEST = 2**64 - 1  # as seeds of PyTorch are; other numbers are far smaller
-MOST = 2**63 - 1  # of what PyTorch, and the system, count
-
-T = TypeVar("T")
-
-
-class Damaged(ValueError):
-    """A file does not hold what was written to it; the message says what is wrong."""
 
 
 class Unreadable(ValueError):
     """A file may be whole, but cannot be read here and now: a disk that fails, no permission, another format."""
 
 
-@dataclass(frozen=True)
-class JsonValue:
-    """A value of a parsed file, and where it stands. Its methods raise Damaged unless it is what they want."""
-
-    plain: Any
-    where: str
-
-    def wrong(self, wanted: str) -> Damaged:
-        return Damaged(f"{self.where} is {reprlib.repr(self.plain)}, but must be {wanted}")
-
-    def integer(self, least: int = 0, most: int = MOST) -> int:
-        if not isinstance(self.plain, int) or isinstance(self.plain, bool) or not least <= self.plain <= most:
-            raise self.wrong(f"a whole number from {least} to {most}")
-        return self.plain
-
-    def number(self) -> float:
-        if not isinstance(self.plain, int | float) or isinstance(self.plain, bool):
-            raise self.wrong("a number")
-        return float(self.plain)
-
-    def flag(self) -> bool:
-        if not isinstance(self.plain, bool):
-            raise self.wrong("true or false")
-        return self.plain
-
-    def text(self) -> str:
-        if not isinstance(self.plain, str):
-            raise self.wrong("text")
-        return self.plain
-
-    def items(self, count: int | None = None) -> "list[JsonValue]":
-        """The values of a list, of this length if one is named."""
-        if not isinstance(self.plain, list) or len(self.plain) != (len(self.plain) if count is None else count):
-            raise self.wrong("a list" if count is None else f"a list of {count}")
-        return [JsonValue(item, f"{self.where}[{number}]") for number, item in enumerate(self.plain)]
-
-    def entries(self) -> "dict[str, JsonValue]":
-        """The values of an object by their keys."""
-        if not isinstance(self.plain, dict):
-            raise self.wrong("an object")
-        return {key: JsonValue(item, f"{self.where}: {reprlib.repr(key)}") for key, item in self.plain.items()}
-
-    def at(self, key: str) -> "JsonValue":
-        found = self.entries()
-        if key not in found:
-            raise Damaged(f"{self.where} has no {key!r}")
-        return found[key]
-
-    def optional(self, read: "Callable[[JsonValue], T]") -> T | None:
-        """The result of `read`; None if it is null."""
-        return None if self.plain is None else read(self)
-
-
-def parse(data: bytes, file: str) -> JsonValue:
+def parse(data: bytes, file: str) -> Any:
     """The content of a JSON file. Raises Damaged for what is no JSON, and for nests and numbers beyond all use."""
     try:
         plain = json.loads(
@@ -94,7 +35,7 @@ def parse(data: bytes, file: str) -> JsonValue:
             raise ValueError(f"it is nested more than {MOST_LEVELS} deep")
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{file} cannot be read: {error}") from None
-    return JsonValue(plain, file)
+    return plain
 
 
 def _no_number(text: str) -> Any:
@@ -169,47 +110,40 @@ def encode(value: Any, levels: int = DEEPEST) -> Any:
     raise ValueError(f"{value!r} cannot be kept in a checkpoint: only numbers, text, tensors and nests of them can")
 
 
-def decode(node: JsonValue) -> Any:
-    """The value that was encoded. Raises Damaged for what cannot have been."""
-    if isinstance(node.plain, list):
-        return [decode(item) for item in node.items()]
-    if not isinstance(node.plain, dict):
-        return node.plain
-    entries = node.entries()
-    tag = next(iter(entries)) if len(entries) == 1 else ""
+class _EncodedTensor(NamedTuple):
+    dtype: str
+    values: Any
+
+
+def decode(plain: Any, where: str) -> Any:
+    """The value that was encoded, which stands there. Raises Damaged for what cannot have been."""
+    if isinstance(plain, list):
+        return [decode(item, f"{where}[{number}]") for number, item in enumerate(plain)]
+    if not isinstance(plain, dict):
+        return plain
+    tag = next(iter(plain)) if len(plain) == 1 else ""
     if tag not in TAGS:
-        return {key: decode(item) for key, item in entries.items()}
-    inner = entries[tag]
+        return {key: decode(item, f"{where}: {reprlib.repr(key)}") for key, item in plain.items()}
+    inner, where = plain[tag], f"{where}: {tag!r}"
     if tag == "tuple":
-        return tuple(decode(item) for item in inner.items())
+        return tuple(decode(typed(list[Any], inner, where), where))
     if tag == "float":
-        if inner.text() not in ("nan", "inf", "-inf"):
-            raise inner.wrong("nan, inf or -inf")
-        return float(inner.plain)
+        return float(typed(Literal["nan", "inf", "-inf"], inner, where))
     if tag == "tensor":
-        return _tensor(inner)
-    return _pairs(inner, counts=tag == "counter")
-
-
-def _tensor(node: JsonValue) -> Tensor:
-    dtype, values = getattr(torch, node.at("dtype").text(), None), node.at("values")
-    if not isinstance(dtype, torch.dtype):
-        raise node.at("dtype").wrong("a dtype of PyTorch")
-    try:
-        return torch.tensor(decode(values), dtype=dtype)
-    except (ValueError, TypeError, RuntimeError, OverflowError):
-        raise values.wrong(f"the values of a tensor of {dtype}") from None
-
-
-def _pairs(node: JsonValue, counts: bool) -> dict[Any, Any]:
-    found: dict[Any, Any] = Counter() if counts else {}
-    for pair in node.items():
-        key, value = pair.items(2)
+        found = typed(_EncodedTensor, inner, where)
+        dtype = getattr(torch, found.dtype, None)
         try:
-            found[decode(key)] = value.integer() if counts else decode(value)
+            return torch.tensor(decode(found.values, where), dtype=dtype)
+        except (ValueError, TypeError, RuntimeError, OverflowError):
+            raise Damaged(f"{where} is {reprlib.repr(inner)}, but must be a tensor of {dtype}") from None
+    pairs: dict[Any, Any] = {} if tag == "pairs" else Counter()
+    for number, (key, item) in enumerate(typed(list[tuple[Any, Any]], inner, where)):
+        there = f"{where}[{number}]"
+        try:
+            pairs[decode(key, there)] = decode(item, there) if tag == "pairs" else typed(int, item, there)
         except TypeError:
-            raise key.wrong("the key of a dict") from None
-    return found
+            raise Damaged(f"{there} is {reprlib.repr(key)}, but must be the key of a dict") from None
+    return pairs
 
 
 # Whether a setting that was read could stand where another stands: 0.5 for 1, a tuple of numbers for such a tuple.
@@ -258,97 +192,63 @@ def _kind(value: Any) -> str | None:
 NUMPY_WORDS = 624  # of the Mersenne twister
 
 
-def random_state() -> dict[str, Any]:
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    found = {
-        "torch": _text(torch.get_rng_state().numpy().tobytes()),
-        "python": [version, _text(np.array(words, np.uint32).tobytes()), gauss],
-        "numpy": [kind, _text(np.asarray(keys, np.uint32).tobytes()), int(position), int(has_gauss), float(cached)],
-    }
-    if torch.cuda.is_initialized():  # asking for the state would make a context on a GPU that nobody uses
-        found["cuda"] = _text(torch.cuda.get_rng_state().numpy().tobytes())
-    return found
+class SavedRandomness(NamedTuple):
+    """The states of all generators as JSON has them; `cuda` is there where the process used a GPU."""
 
+    torch: str
+    python: tuple[int, str, float | None]
+    numpy: tuple[str, str, Annotated[int, range(NUMPY_WORDS + 1).__contains__, "a place"], int, float]
+    cuda: str | None = None
 
-class Randomness:
-    """States of all generators that can be gone on from; `set` does. Raises Damaged if `node` does not hold such.
+    @classmethod
+    def now(cls) -> "SavedRandomness":
+        version, words, gauss = random.getstate()
+        kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+        # Asking for the state would make a context on a GPU that nobody uses.
+        cuda = _text(torch.cuda.get_rng_state().numpy()) if torch.cuda.is_initialized() else None
+        return cls(
+            _text(torch.get_rng_state().numpy()),
+            (version, _text(np.array(words, np.uint32)), gauss),
+            (kind, _text(np.asarray(keys, np.uint32)), int(position), int(has_gauss), float(cached)),
+            cuda,
+        )
 
-    The GPU's generator is set where both processes use a GPU.
-    """
+    def states(self, where: str) -> RandomStates:
+        """The states, which generators of their own took. Raises Damaged for those that none takes.
 
-    def __init__(self, node: JsonValue) -> None:
-        entries = node.entries()
-        self._torch = _read(node.at("torch"), _torch_state)
-        self._python = _read(node.at("python"), _python_state)
-        self._numpy = _read(node.at("numpy"), _numpy_state)
-        here = "cuda" in entries and torch.cuda.is_initialized()
-        self._cuda = _read(entries["cuda"], partial(_torch_state, device="cuda")) if here else None
-
-    def set(self) -> None:
-        torch.set_rng_state(self._torch)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda)
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Go on as this process did when `random_state` returned this."""
-    Randomness(JsonValue(state, "the random state")).set()
-
-
-def _read(node: JsonValue, read: Callable[[JsonValue], T]) -> T:
-    """A state, which a generator of its own has been given to see whether it takes it."""
-    try:
-        return read(node)
-    except (ValueError, TypeError, RuntimeError, OverflowError):  # of which Damaged is one: a state is of one piece
-        raise node.wrong("the state of a generator of random numbers") from None
-
-
-def _torch_state(node: JsonValue, device: str = "cpu") -> Tensor:
-    state = torch.frombuffer(_bytes(node), dtype=torch.uint8)
-    torch.Generator(device).set_state(state)
-    return state
-
-
-def _python_state(node: JsonValue) -> tuple[Any, ...]:
-    version, words, gauss = node.items(3)
-    state = (
-        version.integer(),
-        tuple(np.frombuffer(_bytes(words), np.uint32).tolist()),
-        gauss.optional(JsonValue.number),
-    )
-    random.Random().setstate(state)
-    return state
-
-
-def _numpy_state(node: JsonValue) -> tuple[Any, ...]:
-    kind, keys, position, has_gauss, cached = node.items(5)
-    # NumPy itself does not look at the position, and would read beyond its state; nor at how many words there are.
-    where, has, words = position.integer(most=NUMPY_WORDS), has_gauss.integer(most=1), _bytes(keys)
-    if len(words) != 4 * NUMPY_WORDS:
-        raise keys.wrong(f"{NUMPY_WORDS} words")
-    state = (kind.text(), np.frombuffer(words, np.uint32), where, has, cached.number())
-    np.random.RandomState().set_state(state)
-    return state
+        The GPU's is among them where both processes use a GPU.
+        """
+        (version, words, gauss), (kind, keys, position, has_gauss, cached) = self.python, self.numpy
+        try:
+            python = version, tuple(_array(words, np.uint32).tolist()), gauss
+            # NumPy itself looks neither at the position, beyond which it would read, nor at how many words there are.
+            numpy = kind, _array(keys, np.uint32).reshape(NUMPY_WORDS), position, has_gauss, cached
+            here = {"cpu": self.torch} | ({"cuda": self.cuda} if self.cuda and torch.cuda.is_initialized() else {})
+            host, *gpus = ((torch.device(on), torch.from_numpy(_array(text, np.uint8))) for on, text in here.items())
+            for device, state in (host, *gpus):
+                torch.Generator(device).set_state(state)
+            random.Random().setstate(python)
+            np.random.RandomState().set_state(numpy)
+        except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+            raise Damaged(f"{where}: no generator of random numbers has such a state: {error}") from None
+        return RandomStates(host[1], tuple(gpus), PythonStates(python, numpy))
 
 
 @contextmanager
 def put_back(executor: Any) -> Iterator[None]:
     """If the block fails, the random state, and what `executor` draws from, become as they were before it."""
-    state, num_runs = random_state(), executor.num_runs
+    states, num_runs = RandomStates.of_process(), executor.num_runs
     try:
         yield
     except BaseException:
-        set_random_state(state)
+        states.put()
         executor.num_runs = num_runs
         raise
 
 
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode()
+def _text(array: Any) -> str:
+    return base64.b64encode(array.tobytes()).decode()
 
 
-def _bytes(node: JsonValue) -> bytearray:
-    return bytearray(base64.b64decode(node.text(), validate=True))
+def _array(text: str, dtype: Any) -> Any:
+    return np.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype)

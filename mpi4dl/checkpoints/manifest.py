@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpi4dl._files import read_regular, write_durably
+from mpi4dl._numbers import Damaged, typed
 from mpi4dl.checkpoints import storage
-from mpi4dl.checkpoints.json_values import Damaged, JsonValue, Unreadable, parse
+from mpi4dl.checkpoints.json_values import Unreadable, parse
 from mpi4dl.checkpoints.storage import Range, StorageLayout, uncovered
 from mpi4dl.parallel.replicas.buckets import Shard
 
@@ -41,6 +42,12 @@ class Written(NamedTuple):
 
     size: int
     ranges: Sequence[Range]
+
+
+class _Manifest(NamedTuple):
+    format: int
+    crc32: Any = None
+    files: Any = None
 
 
 def name_of(step: int) -> str:
@@ -83,26 +90,20 @@ def read_manifest(path: Path) -> dict[str, Written]:
         root = parse(read_regular(path / MANIFEST), MANIFEST)
     except FileNotFoundError:
         raise Damaged(f"it has no {MANIFEST}") from None
-    version, files = root.at("format").integer(), root.at("files")
+    version, crc32, files = typed(_Manifest, root, MANIFEST)
     if version != FORMAT:
         raise Unreadable(
             f"its format is {version}, but this version of mpi4dl reads {FORMAT}: use the version that wrote it"
         )
-    if root.at("crc32").integer() != _crc32(files.plain):
+    if crc32 != _crc32(files):
         raise Damaged(f"{MANIFEST} is not as it was written")
-    entries = files.entries()
-    for name in (*FILES, *entries):
-        if name not in entries or name not in FILES:
-            raise Damaged(f"{MANIFEST} {'names' if name in entries else 'does not name'} {name!r}")
-    return {name: _written(name, entry) for name, entry in entries.items()}
-
-
-def _written(name: str, entry: JsonValue) -> Written:
-    size, ranges = entry.items(2)
-    found = Written(size.integer(), [Range(*(n.integer() for n in each.items(3))) for each in ranges.items()])
-    gap = uncovered(found.ranges, found.size)
-    if gap is not None:
-        raise Damaged(f"{MANIFEST} has no checksum of all of {name}: {gap}")
+    found: dict[str, Written] = typed(dict[str, Written], files, MANIFEST)
+    for name in (*FILES, *found):
+        if name not in found or name not in FILES:
+            raise Damaged(f"{MANIFEST} {'names' if name in found else 'does not name'} {name!r}")
+        gap = uncovered(found[name].ranges, found[name].size)
+        if gap is not None:
+            raise Damaged(f"{MANIFEST} has no checksum of all of {name}: {gap}")
     return found
 
 

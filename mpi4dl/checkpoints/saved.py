@@ -1,34 +1,26 @@
 """A checkpoint that is there: whether it is whole, and what it holds, every field looked at before any is used."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from mpi4dl._files import read_regular
-from mpi4dl.checkpoints.json_values import LARGEST, MOST, Damaged, JsonValue, Randomness, Unreadable, decode, parse
+from mpi4dl._numbers import MOST, Damaged, typed
+from mpi4dl.checkpoints.json_values import LARGEST, SavedRandomness, Unreadable, decode, parse
 from mpi4dl.checkpoints.manifest import MODEL, OPTIMIZER, STATE, read_manifest, step_of
 from mpi4dl.checkpoints.storage import Reader, StorageLayout, verify
 from mpi4dl.comm import Communicator
-from mpi4dl.geometry import Interval, Split, Tiling
+from mpi4dl.geometry import Split, Tiling
 from mpi4dl.parallel.pipeline.executor import Executor
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.replicas import ReadShard, Shard
-from mpi4dl.parallel.spatial.halo_prefetch import Holding
 
 # The interface of an engine for checkpoints.
-
-
-class Scaler(Protocol):
-    """The state of loss scaling under fp16."""
-
-    enabled: bool
-    scale: float
-    finite_steps: int
 
 
 class Kept(Protocol):
@@ -43,7 +35,7 @@ class Kept(Protocol):
     is_averaged: bool
 
     @property
-    def scaler(self) -> Scaler: ...
+    def scaler(self) -> Any: ...
 
     def shards(self) -> Iterator[Shard]: ...
 
@@ -58,105 +50,110 @@ class Kept(Protocol):
 
 
 class Learned(NamedTuple):
-    """Of a norm in a stage of a direction: whether it waits for the next one; what ranks hold, by what they own."""
+    """Of a norm in a stage of a direction: whether it waits for the next one; what ranks own, and what they hold."""
 
     part: tuple[int, int]
     name: str
     waits: bool
-    held: Holding
+    held: list[tuple[tuple[Split, ...], tuple[Split, ...]]]
 
 
-def learned(engine: Kept) -> list[Any]:
+def learned(engine: Kept) -> list[Learned]:
     """The halo prefetches of this rank's norms, in `engine`."""
     found = []
     for place, part in engine.stages.parts.items():
         names = {id(value): name for name, value in part.module.named_parameters()}
         for norm, waits, known in part.grid.halo_prefetch.learned():
             if id(norm) in names:
-                tilings = [[_encoded(owned), _encoded(held)] for owned, held in known.items()]
-                found.append([list(place), names[id(norm)], waits, tilings])
+                tilings = [(owned.splits, held.splits) for owned, held in known.items()]
+                found.append(Learned(place, names[id(norm)], waits, tilings))
     return found
 
 
-def _encoded(tiling: Tiling) -> list[Any]:
-    return [[list(split.cuts), [list(rows) for rows in split.held]] for split in tiling.splits]
+def learn(engine: Kept, norms: Sequence[Learned]) -> None:
+    """Restore the halo prefetches of this rank's norms."""
+    weights = {place: dict(part.module.named_parameters()) for place, part in engine.stages.parts.items()}
+    for part, name, waits, held in norms:
+        known = weights.get(part, {}).get(name)
+        if known is not None:
+            tilings = {Tiling(owned): Tiling(wide) for owned, wide in held}
+            engine.stages.parts[part].grid.halo_prefetch.learn(known, waits, tilings)
 
 
-class LearnedHalos:
-    """Saved halo prefetches of a rank's norms; `set` restores them. Raises Damaged if `node` does not hold such."""
-
-    def __init__(self, node: JsonValue) -> None:
-        self.norms = [_read(*norm.items(4)) for norm in node.items()]
-
-    def set(self, engine: Kept) -> None:
-        weights = {place: dict(part.module.named_parameters()) for place, part in engine.stages.parts.items()}
-        for norm in self.norms:
-            known = weights.get(norm.part, {}).get(norm.name)
-            if known is not None:
-                engine.stages.parts[norm.part].grid.halo_prefetch.learn(known, norm.waits, norm.held)
+# The content of state.json.
 
 
-def _read(part: JsonValue, name: JsonValue, waits: JsonValue, held: JsonValue) -> Learned:
-    direction, stage = (number.integer() for number in part.items(2))
-    tilings = [[_tiling(one, len(pair.items(2)[0].items())) for one in pair.items(2)] for pair in held.items()]
-    return Learned((direction, stage), name.text(), waits.flag(), {owned: held for owned, held in tilings})
+class _SavedScaler(NamedTuple):
+    scale: Annotated[float, (0.0).__lt__, "a number greater than 0"]
+    finite_steps: int
 
 
-def _tiling(node: JsonValue, axes: int) -> Tiling:
-    return Tiling(tuple(_split(split) for split in node.items(axes)))
+class _SavedOptimizer(NamedTuple):
+    class_: str
+    groups: list[Any]
+    slots: dict[str, Any]
 
 
-def _split(node: JsonValue) -> Split:
-    cuts, held = node.items(2)
-    pairs = ([end.integer() for end in pair.items(2)] for pair in held.items(len(cuts.items()) - 1))
-    return Split(tuple(cut.integer() for cut in cuts.items()), tuple(Interval(*pair) for pair in pairs))
+class _SavedNorms(NamedTuple):
+    """Of a rank, beside its `SavedRandomness`."""
+
+    norms: list[Learned]
 
 
-class Saved:
+class SavedState(NamedTuple):
+    """All of a checkpoint but its values; `groups` and `extra` are encoded, and `ranks` are not yet looked into."""
+
+    step: int
+    plan: str
+    seed: Annotated[int, range(-MOST - 1, LARGEST + 1).__contains__, "a seed"]
+    num_runs: int
+    scaler: _SavedScaler | None
+    optimizer: _SavedOptimizer
+    extra: Any
+    ranks: list[Any]
+
+
+class Saved(AbstractContextManager["Saved"]):
     """A checkpoint, opened for reading; its values are read when they are wanted, all else is here.
 
-    `ranks` are the random states of the ranks that wrote it, `learned_halos` is what their norms had learned, `extra`
-    what the training loop wanted to be kept, and `groups` are the options of the optimizer's groups. Raises OSError,
-    and Damaged if it is not of one piece.
+    `ranks` are the random states of the ranks that wrote it, `norms` is what their norms had learned, `extra` what the
+    training loop wanted to be kept, and `groups` are the options of the optimizer's groups. Raises OSError, and Damaged
+    if it is not of one piece.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        state = parse(read_regular(path / STATE), STATE)
-        self.step = state.at("step").integer()
-        if step_of(path) not in (None, self.step):
-            raise Damaged(f"{STATE} is of step {self.step}")
-        self.plan = state.at("plan").text()
-        self.seed = state.at("seed").integer(-MOST - 1, LARGEST)
-        self.num_runs = state.at("num_runs").integer()
-        self.scaler = state.at("scaler").optional(_scaler)
-        optimizer = state.at("optimizer")
-        self.optimizer_class = optimizer.at("class").text()
-        self.groups = [_options(group) for group in optimizer.at("groups").items()]
-        self.extra = _options(state.at("extra"))
-        self.ranks = [Randomness(rank) for rank in state.at("ranks").items()]
-        self.learned_halos = [LearnedHalos(rank.at("norms")) for rank in state.at("ranks").items()]
+        self.state: SavedState = typed(SavedState, parse(read_regular(path / STATE), STATE), STATE)
+        if step_of(path) not in (None, self.state.step):
+            raise Damaged(f"{STATE} is of step {self.state.step}")
+        groups = decode(self.state.optimizer.groups, f"{STATE}: 'optimizer': 'groups'")
+        self.groups: list[dict[str, Any]] = typed(list[dict[str, Any]], groups, f"{STATE}: 'groups'")
+        extra = decode(self.state.extra, f"{STATE}: 'extra'")
+        self.extra: dict[str, Any] = typed(dict[str, Any], extra, f"{STATE}: 'extra'")
+        ranks = [(f"{STATE}: 'ranks'[{number}]", rank) for number, rank in enumerate(self.state.ranks)]
+        self.ranks = [typed(SavedRandomness, rank, where).states(where) for where, rank in ranks]
+        self.norms: list[list[Learned]] = [typed(_SavedNorms, rank, where).norms for where, rank in ranks]
+        for owned, held in (pair for norms in self.norms for norm in norms for pair in norm.held):
+            if len(owned) != len(held) or any(len(each.cuts) != len(each.held) + 1 for each in (*owned, *held)):
+                raise Damaged(f"{STATE}: a norm of 'ranks' holds no tiling")
         if not self.ranks:
-            raise state.at("ranks").wrong("the random states of at least one rank")
+            raise Damaged(f"{STATE}: 'ranks' has no random states")
         with ExitStack() as closing:
             self.model = closing.enter_context(Reader(path / MODEL))
             self.optimizer = closing.enter_context(Reader(path / OPTIMIZER))
-            self._check_slots(optimizer.at("slots"))
+            self._check_slots(self.state.optimizer.slots)
             self.close = closing.pop_all().close
 
-    def _check_slots(self, slots: JsonValue) -> None:
+    def _check_slots(self, written: Mapping[str, Any]) -> None:
         """The optimizer's values are those that were written, each of a value of the model."""
-        there, written = self.optimizer.layout.specs, slots.entries()
+        there = self.optimizer.layout.specs
         for key in (*written, *there):
             if key not in there or key not in written:
                 raise Damaged(f"{OPTIMIZER} has {'no ' if key in written else ''}{key!r}, unlike what {STATE} says")
-            if written[key].plain != [there[key].name, *there[key].shape]:
+            if written[key] != [there[key].name, *there[key].shape]:
                 raise Damaged(f"{OPTIMIZER} has {key!r} as {there[key]}, unlike what {STATE} says")
             if key.partition("/")[2] not in self.model.layout.specs:
                 raise Damaged(f"{OPTIMIZER} has {key!r}, which is of no value of the model")
-
-    def __enter__(self) -> "Saved":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -165,21 +162,6 @@ class Saved:
 def slots_of(layout: StorageLayout) -> dict[str, list[Any]]:
     """Dtype and shape of each of the optimizer's values, from state.json."""
     return {key: [spec.name, *spec.shape] for key, spec in layout.specs.items()}
-
-
-def _scaler(node: JsonValue) -> tuple[float, int]:
-    """The scale of an fp16 loss, and the steps since it was changed."""
-    scale = node.at("scale").number()
-    if not scale > 0:
-        raise node.at("scale").wrong("a number greater than 0")
-    return scale, node.at("finite_steps").integer()
-
-
-def _options(node: JsonValue) -> dict[str, Any]:
-    found = decode(node)
-    if not isinstance(found, dict):
-        raise node.wrong("a dict")
-    return found
 
 
 def check(path: Path, part: int = 0, parts: int = 1) -> None:

@@ -12,15 +12,17 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mpi4dl._files import open_regular
-from mpi4dl.checkpoints.json_values import MOST, Damaged, JsonValue, parse
+from mpi4dl._numbers import MOST, Damaged, typed
+from mpi4dl.checkpoints.json_values import parse
 from mpi4dl.parallel.replicas.buckets import Shard
 
 DTYPES = {
@@ -61,6 +63,14 @@ class Spec(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.name} {list(self.shape)}"
+
+
+class _Entry(NamedTuple):
+    """The description of a value in a header."""
+
+    dtype: Annotated[str, DTYPES.__contains__, f"one of {', '.join(DTYPES)}"]
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
 
 
 class Range(NamedTuple):
@@ -113,43 +123,29 @@ class StorageLayout:
             raise Damaged(f"{name}: this is no safetensors file, or it is cut")
         begin = LENGTH_BYTES + length
         text = b"".join(pread(file, LENGTH_BYTES, begin))
-        entries = parse(text, f"{name}: its header").entries()
-        tied = entries.pop(METADATA, JsonValue({}, METADATA)).entries()
-        specs: dict[str, Spec] = {}
-        places = []
-        for key, entry in entries.items():
-            specs[key] = _spec(entry.at("dtype"), entry.at("shape"))
-            first, last = (each.integer() for each in entry.at("data_offsets").items(2))
-            if last - first != specs[key].nbytes:
-                raise Damaged(
-                    f"{entry.where} has bytes {first} to {last}, but {specs[key]} has {specs[key].nbytes:,} of them"
-                )
-            places.append((first, last, key))
-        at = 0
-        for first, last, key in sorted(places):
+        where = f"{name}: its header"
+        plain = typed(dict[str, Any], parse(text, where), where)
+        metadata = typed(dict[str, str], plain.pop(METADATA, {}), METADATA)
+        entries, at = typed(dict[str, _Entry], plain, where), 0
+        specs = {key: Spec(entry.shape, DTYPES[entry.dtype]) for key, entry in entries.items()}
+        for key, (_, shape, (first, last)) in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+            if math.prod(max(size, 1) for size in shape) > MOST // MOST_BYTES:
+                raise Damaged(f"{where}: {key!r} is {[*shape]}, but must be the shape of a tensor that could be")
+            spec = specs[key]
+            if last - first != spec.nbytes:
+                raise Damaged(f"{where}: {key!r} has bytes {first} to {last}, but {spec} has {spec.nbytes:,} of them")
             if first != at:
-                raise Damaged(f"{entries[key].where} begins at byte {first}, but the value before it ends at {at}")
+                raise Damaged(f"{where}: {key!r} begins at byte {first}, but the value before it ends at {at}")
             at = last
         if begin + at != size:
             raise Damaged(f"{name} has {size:,} bytes, but its header tells of {begin + at:,}")
-        metadata = {key: value.text() for key, value in tied.items()}
-        offsets = {key: begin + first for first, _, key in places}
+        offsets = {key: begin + entry.data_offsets[0] for key, entry in entries.items()}
         return cls(specs, offsets, metadata, length.to_bytes(LENGTH_BYTES, "little") + text, size)
 
     def place(self, name: str, start: int, stop: int) -> tuple[int, int]:
         """The bytes of the elements from `start` up to `stop` of a flattened value."""
         width, offset = self.specs[name].dtype.itemsize, self.offsets[name]
         return offset + start * width, offset + stop * width
-
-
-def _spec(dtype: JsonValue, shape: JsonValue) -> Spec:
-    """Raises Damaged for what no tensor can be."""
-    if dtype.text() not in DTYPES:
-        raise dtype.wrong(f"one of {', '.join(DTYPES)}")
-    sizes = tuple(size.integer() for size in shape.items())
-    if math.prod(max(size, 1) for size in sizes) > MOST // MOST_BYTES:
-        raise shape.wrong("the shape of a tensor that could be")
-    return Spec(sizes, DTYPES[dtype.text()])
 
 
 def write(
@@ -213,7 +209,7 @@ def uncovered(ranges: Iterable[Range], size: int) -> str | None:
     return None if at == size else f"byte {at} of {size} was not written"
 
 
-class Reader:
+class Reader(AbstractContextManager["Reader"]):
     """Reads pieces of the values of a file."""
 
     def __init__(self, path: Path) -> None:
@@ -223,9 +219,6 @@ class Reader:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> "Reader":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

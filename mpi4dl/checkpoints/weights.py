@@ -22,9 +22,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mpi4dl._files import is_stored_zip, open_regular
+from mpi4dl._numbers import Damaged
 from mpi4dl._torchvision import import_torchvision
-from mpi4dl._wording import counted, printable, to_install
-from mpi4dl.checkpoints.json_values import Damaged
+from mpi4dl._wording import counted, printable, some, to_install
 from mpi4dl.checkpoints.manifest import ABOUT, AVERAGE, CLASSES, MODEL, OPTIMIZER, candidates_at
 from mpi4dl.checkpoints.saved import newest_whole
 from mpi4dl.comm import Communicator
@@ -82,7 +82,11 @@ def open_weights(source: str, model: str = "") -> WeightSource:
 
         if is_checkpoint(path):
             return _of_transformers(path)
-        path = _of_run(path)
+        path = weights_in(path)[0]
+        if not path.is_file():
+            raise ValueError(
+                f"`weights` {source} is neither a run with weights nor a checkpoint of one: there is no {MODEL}"
+            )
     elif not path.exists():
         path = _cached(source, model)
     try:
@@ -116,15 +120,6 @@ def weights_in(folder: Path, comm: Communicator | None = None) -> tuple[Path, li
     if chosen is None and skipped:
         raise Damaged(f"no checkpoint is whole: {'; '.join(skipped)}")
     return (chosen or folder) / MODEL, skipped
-
-
-def _of_run(folder: Path) -> Path:
-    path, _ = weights_in(folder)
-    if not path.is_file():
-        raise ValueError(
-            f"`weights` {folder} is neither a run with weights nor a checkpoint of one: there is no {MODEL}"
-        )
-    return path
 
 
 def _of_transformers(folder: Path) -> WeightSource:
@@ -332,16 +327,11 @@ class Matching(NamedTuple):
 
     def problems(self) -> Iterator[str]:
         if self.reshaped:
-            yield f"initial values are kept, as shapes differ: {few(self.reshaped)}"
+            yield f"initial values are kept, as shapes differ: {some(self.reshaped, FEW)}"
         if self.missing:
-            yield f"initial values are kept, as the weights have no such names: {few(self.missing)}"
+            yield f"initial values are kept, as the weights have no such names: {some(self.missing, FEW)}"
         if self.unmatched:
-            yield f"not used, as the model has no such names: {few(self.unmatched)}"
-
-
-def few(names: list[str]) -> str:
-    rest = len(names) - FEW
-    return ", ".join(names[:FEW]) + (f" and {rest} more" if rest > 0 else "")
+            yield f"not used, as the model has no such names: {some(self.unmatched, FEW)}"
 
 
 def match(theirs: Shapes, ours: Shapes, ties: Mapping[str, str] | None = None) -> Matching:
@@ -381,16 +371,12 @@ def _prefix(longer: Iterable[str], shorter: Shapes) -> tuple[str, int]:
     return best and f"{best}.", votes[best]
 
 
-@dataclass
-class _Wanted:
+class _Wanted(NamedTuple):
     """Elements of a value that a rank holds first: `runs` of the flattened whole."""
 
     name: str
     runs: list[tuple[int, int]]
-    target: Tensor = field(repr=False)
-
-    def told(self) -> tuple[str, list[tuple[int, int]], torch.dtype]:
-        return self.name, self.runs, self.target.dtype
+    target: Tensor
 
 
 def average_of(folder: Path) -> Path | None:
@@ -508,8 +494,8 @@ def not_finite(
 def _require(stored: WeightSource, matching: Matching, stages: LocalStages, strict: bool, complete: bool) -> None:
     if not matching.pairs:
         raise ValueError(
-            f"`weights` {stored.origin} fits to nothing of the model: it has {few(list(stored.shapes)) or 'no values'},"
-            f" but the model has {few(list(stages.shapes))}"
+            f"`weights` {stored.origin} fits to nothing of the model: it has "
+            f"{some([*stored.shapes], FEW) or 'no values'}, but the model has {some([*stages.shapes], FEW)}"
         )
     problems = "; ".join((matching._replace(unmatched=[]) if complete else matching).problems())
     if (strict or complete) and problems:
@@ -536,7 +522,7 @@ def _wanted(stages: LocalStages, pairs: Mapping[str, str]) -> Iterator[_Wanted]:
 def _hand_out(stages: LocalStages, pairs: Mapping[str, str], stored: WeightSource | None) -> None:
     comm, mine = stages.comm, [*_wanted(stages, pairs)]
     if stored is None:
-        comm.isend_object([wanted.told() for wanted in mine], 0).wait()
+        comm.isend_object([(name, runs, target.dtype) for name, runs, target in mine], 0).wait()
         for wanted in mine:
             length = sum(stop - start for start, stop in wanted.runs)
             part = comm.recv(torch.empty(length, dtype=wanted.target.dtype), 0)

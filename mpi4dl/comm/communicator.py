@@ -8,7 +8,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 # are alive.
 
 MANY = 256
+T = TypeVar("T")
 
 
 class CommunicatorPool:
@@ -541,6 +542,14 @@ class Communicator(PointToPoint):
             raise refusal from error
         except RankFailed as failed:
             raise error or failed from None
+
+    def from_first(self, make: Callable[[], T], kinds: tuple[type[Exception], ...] = (ValueError, OSError)) -> T:
+        """On all ranks what rank 0 makes; if that fails, all ranks raise as in `together`. Collective."""
+        made = None
+        with self.together(kinds):
+            if self.rank == 0:
+                made = make()
+        return self.broadcast_object(made)
 
 
 def _caller() -> str:

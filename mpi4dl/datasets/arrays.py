@@ -48,8 +48,7 @@ class ArrayDataset(Whole):
     @property
     def strata(self) -> list[int]:
         """The class of each image."""
-        found: list[int] = self._labels.tolist()
-        return found
+        return self._labels.tolist()
 
     def label(self, index: int) -> int:
         return int(self._labels[index])

@@ -135,5 +135,4 @@ def _pixels(path: Path) -> npt.NDArray[np.float32]:
         )
     except Exception as error:  # each decoder has errors of its own
         raise BadImage(path, f"cannot be decoded: {str(error) or type(error).__name__}") from error
-    values: npt.NDArray[np.float32] = (stored * slope + intercept).astype(np.float32)
-    return values
+    return (stored * slope + intercept).astype(np.float32)

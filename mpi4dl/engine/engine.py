@@ -8,18 +8,18 @@ step:   the plan's table, action by action: tiles -> stages -> outputs -> loss, 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mpi4dl._patterns import select
-from mpi4dl.checkpoints.json_values import random_state, set_random_state
+from mpi4dl._randomness import RandomStates
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.comm.allreduce import pick
 from mpi4dl.engine.precision import AUTOCAST, MAX_SKIPPED, LossScaler, lower_precision
-from mpi4dl.engine.runner import BatchFeed, Loss, Runner, Tiles
+from mpi4dl.engine.runner import BatchFeed, Given, Loss, Runner, Tiles
 from mpi4dl.parallel.inputs import Microbatch, Sizes
 from mpi4dl.parallel.pipeline.executor import UNLIKE_DRAWS, Executor
 from mpi4dl.parallel.plan import Plan
@@ -83,7 +83,7 @@ class Undo:
 
     def __init__(self, model: nn.Module, executor: Executor) -> None:
         self._executor, self._num_runs = executor, executor.num_runs
-        self._random = random_state()
+        self._random = RandomStates.of_process()
         found = [
             (module._buffers, name, buffer)
             for module in modules_of(model)
@@ -99,7 +99,7 @@ class Undo:
             # PyTorch does not count what its batch norm writes to running statistics.
             same = buffer._version == version and (value.layout is not torch.strided or torch.equal(buffer, value))
             buffers[name] = buffer if same else buffer.copy_(value)
-        set_random_state(self._random)
+        self._random.put()
         self._executor.num_runs = self._num_runs
 
 
@@ -148,11 +148,6 @@ class EngineOptions:
         if self.low_precision_weights and self.precision == "fp32":
             raise ValueError("low_precision_weights needs precision bf16 or fp16, in which the weights are kept")
 
-    def to_agree_on(self) -> dict[str, Any]:
-        """What must be the same on all ranks, by name."""
-        found = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "offload_folder"}
-        return found | {"gradient_hook": self.gradient_hook is not None}
-
 
 class Engine(Runner):
     """Trains `model` by `plan` as one device would on the whole images and the whole batch.
@@ -193,11 +188,12 @@ class Engine(Runner):
             on_parts = turns or plan.num_stages > 1 or plan.cuts_parameters
             unit: StepUnit = step_unit(optimizer) if on_parts else "element"
             problem = self._problem(unit, turns)
+            agreed = {**vars(chosen), "offload_folder": None, "gradient_hook": chosen.gradient_hook is not None}
             settings = f"{type(optimizer).__name__} {[options_of(group) for group in optimizer.param_groups]}"
             trained = [
                 frozenset(name for name, _ in trainable(each.parameters, optimizer)) for each in self.stages.together
             ]
-        comm.agree(problem, optimizer=settings, **chosen.to_agree_on())
+        comm.agree(problem, optimizer=settings, **agreed)
         self._require_alike(trained)
         self._share_values()
         if chosen.recompute:
@@ -266,13 +262,16 @@ class Engine(Runner):
             raise ValueError("a step was asked for while the weights are their average: leave `averaged()` before it")
         undo = Undo(self.stages, self.executor)
         try:
-            return self._step(BatchFeed(self, tiles, targets, size, microbatches, self.scaler.scale), tell)
+            return self._step(BatchFeed(self, Given(tiles, size, microbatches), targets, self.scaler.scale), tell)
         except Refusal:
             undo.undo()
             raise
 
     def _step(self, batch: BatchFeed, tell: Tell | None) -> StepResult:
-        self._refuse_hooks()
+        hooks = (backward_hook_in(part.module, part.grid.size) for part in self.stages.parts.values())
+        problem = next((each for each in (self._unknown(), *hooks, self._stepping.problem()) if each is not None), None)
+        if problem is not None:  # hooks may come at any time
+            raise Refusal(problem)
         for part in self.stages.parts.values():
             part.grid.halo_prefetch.begin()
         self.groups.prepare(len(batch.microbatches), self.plan.cuts_parameters)
@@ -347,13 +346,6 @@ class Engine(Runner):
     def _swap(self, averaged: bool) -> None:
         self.groups.swap()
         self.is_averaged = averaged
-
-    def _refuse_hooks(self) -> None:
-        """Hooks may come at any time, so they are looked for in every step."""
-        found = (backward_hook_in(part.module, part.grid.size) for part in self.stages.parts.values())
-        problem = next((each for each in (self._unknown(), *found, self._stepping.problem()) if each is not None), None)
-        if problem is not None:
-            raise Refusal(problem)
 
     def _unknown(self) -> str | None:
         """Why a parameter of the model would not be trained as the others; None if there is none."""

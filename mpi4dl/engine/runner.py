@@ -169,19 +169,25 @@ def _whole(outputs: Any) -> Any:
     return pytree.tree_map(lambda x: spatial.gather(x) if isinstance(x, spatial.SpatialTensor) else x, outputs)
 
 
+class Given(NamedTuple):
+    """A batch as the user gives it: this rank's tiles, the size of the images, and how it is divided."""
+
+    tiles: Tiles
+    size: Sizes | None
+    microbatches: Sequence[Microbatch] | None
+
+    @classmethod
+    def of(cls, tiles: Tiles, size: Sizes | None, rest: Sequence[Any]) -> "Given":
+        """`rest` has the microbatches and `OwnSizes` of the batch, where they were given."""
+        own = next((each for each in rest if isinstance(each, OwnSizes)), None)
+        return cls(tiles, own or size, next((each for each in rest if each is not own), None))
+
+
 class InputFeed:
     """A batch of `num_samples` on its way into the stages: the tiles that this rank reads of it."""
 
-    def __init__(
-        self,
-        runner: "Runner",
-        tiles: Tiles,
-        num_samples: int,
-        size: Sizes | None,
-        microbatches: Sequence[Microbatch] | None,
-        training: bool = False,
-    ) -> None:
-        self.runner, plan = runner, runner.plan
+    def __init__(self, runner: "Runner", given: Given, num_samples: int, training: bool = False) -> None:
+        self.runner, plan, (tiles, size, microbatches) = runner, runner.plan, given
         tiles = [tiles] if isinstance(tiles, Tensor) else list(tiles)
         if size is None and plan.ranks_per_replica == 1 and tiles:
             size = tuple(tiles[0].shape[2:])
@@ -210,12 +216,6 @@ class InputFeed:
         return self.runner.images(part, tile, microbatch, size_of(self.size, microbatch))
 
 
-def _apart(rest: Sequence[Any]) -> tuple[Sequence[Microbatch] | None, OwnSizes | None]:
-    """The microbatches and the sizes of a batch, where they were given."""
-    own = next((each for each in rest if isinstance(each, OwnSizes)), None)
-    return next((each for each in rest if each is not own), None), own
-
-
 class Terms(NamedTuple):
     """A microbatch's share of the terms of a loss, and their factors in the loss of the batch."""
 
@@ -231,16 +231,10 @@ class BatchFeed(InputFeed):
     loss times `scale`; None: nothing is trained.
     """
 
-    def __init__(
-        self,
-        runner: "Runner",
-        tiles: Tiles,
-        targets: Any,
-        size: Sizes | None,
-        microbatches: Sequence[Microbatch] | None,
-        scale: float | None = None,
-    ) -> None:
-        super().__init__(runner, tiles, _num_samples(targets), size, microbatches, scale is not None)
+    def __init__(self, runner: "Runner", given: Given, targets: Any, scale: float | None = None) -> None:
+        tensors = [leaf for leaf in pytree.tree_leaves(targets) if isinstance(leaf, Tensor)]
+        num_samples = tensors[0].shape[0] if tensors and tensors[0].dim() else len(targets)
+        super().__init__(runner, given, num_samples, scale is not None)
         if runner.loss is None:
             raise ValueError("there is no loss: pass one to Runner, or call predict()")
         self.targets, self.scale, self.loss_of = targets, scale, runner.loss
@@ -343,16 +337,8 @@ class Found:
 class EvaluationFeed(BatchFeed):
     """A batch that is evaluated: its sums go to `found`, and its outputs to the metrics."""
 
-    def __init__(
-        self,
-        runner: "Runner",
-        tiles: Tiles,
-        targets: Any,
-        size: Sizes | None,
-        microbatches: Sequence[Microbatch] | None,
-        found: Found,
-    ) -> None:
-        super().__init__(runner, tiles, targets, size, microbatches)
+    def __init__(self, runner: "Runner", given: Given, targets: Any, found: Found) -> None:
+        super().__init__(runner, given, targets)
         self.found = found
         found.count += self.num_samples
         found.weights = [a + b for a, b in zip(found.weights or [0.0] * len(self.weights), self.weights, strict=True)]
@@ -387,11 +373,6 @@ class EvaluationFeed(BatchFeed):
         found.measures.update(part.grid, outputs, targets)
 
 
-def _num_samples(targets: Any) -> int:
-    tensors = [leaf for leaf in pytree.tree_leaves(targets) if isinstance(leaf, Tensor)]
-    return tensors[0].shape[0] if tensors and tensors[0].dim() else len(targets)
-
-
 class OutputFeed(InputFeed):
     """A batch whose outputs are wanted: `pieces` are those of this rank, `of(outputs)` is taken of them.
 
@@ -399,16 +380,9 @@ class OutputFeed(InputFeed):
     """
 
     def __init__(
-        self,
-        runner: "Runner",
-        tiles: Tiles,
-        num_samples: int,
-        size: Sizes | None,
-        microbatches: Sequence[Microbatch] | None,
-        of: Callable[[Any], Tensor],
-        first: int,
+        self, runner: "Runner", given: Given, num_samples: int, of: Callable[[Any], Tensor], first: int
     ) -> None:
-        super().__init__(runner, tiles, num_samples, size, microbatches)
+        super().__init__(runner, given, num_samples)
         self.of, self.first = of, first
         self.pieces: list[OutputPiece] = []
         self.dense = False
@@ -550,8 +524,7 @@ class Runner:
         executor.drawn = 0
         with evaluating(self.stages):
             for tiles, targets, *rest in batches:
-                microbatches, own = _apart(rest)
-                batch = EvaluationFeed(self, tiles, targets, own or size, microbatches, found)
+                batch = EvaluationFeed(self, Given.of(tiles, size, rest), targets, found)
                 with executor.watching_draws():
                     self._run(self._evaluation_table(batch.num_microbatches), batch)
         if found.kept is not None:
@@ -588,8 +561,7 @@ class Runner:
         comm, executor, first = self.comm, self.executor, 0
         for given in batches:
             tiles, count, *rest = (given, len(given)) if isinstance(given, Tensor) else given
-            microbatches, own = _apart(rest)
-            batch = OutputFeed(self, tiles, count, own or size, microbatches, of, first)
+            batch = OutputFeed(self, Given.of(tiles, size, rest), count, of, first)
             executor.drawn = 0
             with evaluating(self.stages), executor.watching_draws():
                 self._run(self._evaluation_table(batch.num_microbatches), batch)

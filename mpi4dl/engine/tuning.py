@@ -46,7 +46,10 @@ def parameter_groups(
     Raises ValueError if a pattern matches nothing, or nothing is trained.
     """
     names: Names = model.names_of if isinstance(model, LocalStages) else names_by_first(model)
-    trained = model.trained if isinstance(model, LocalStages) else _trained(model)
+    if isinstance(model, LocalStages):
+        trained, modules = model.trained, [*model.modules_of.values()]
+    else:
+        trained, modules = frozenset(name for name, p in model.named_parameters() if p.requires_grad), [model]
     learning, keys = {*trained, *later}, {"lr": rates or {}, "weight_decay": decays or {}}
     for pattern in (pattern for values in keys.values() for pattern in values):
         select((pattern,), names)
@@ -61,18 +64,8 @@ def parameter_groups(
     if not groups:
         raise ValueError("all parameters are frozen: nothing is trained")
     seen: set[int] = set()
-    for name, p in _named(model):
+    for name, p in (pair for module in modules for pair in module.named_parameters()):
         if name in options and id(p) not in seen:
             seen.add(id(p))
             groups[options[name]]["params"].append(p)
     return list(groups.values())
-
-
-def _trained(model: nn.Module) -> set[str]:
-    return {name for name, p in model.named_parameters() if p.requires_grad}
-
-
-def _named(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
-    """Of what a rank holds under the model's own names."""
-    modules = model.modules_of.values() if isinstance(model, LocalStages) else (model,)
-    return ((name, p) for module in modules for name, p in module.named_parameters())

@@ -257,26 +257,22 @@ class MemoryNeed:
 
     def remedies(self) -> Iterator[str]:
         """Remedies that fit, in words; each was counted."""
-        work, own = self.work, self.work.batch_size
+        work, own, plan = self.work, self.work.batch_size, self.plan
+        least = plan.replicas * max(plan.batch_ways) * ceil(plan.num_microbatches / work.training.accumulate)
         limit = int(0.9 * self.place.num_bytes / len(self.ranks[self.place]))
         by_limit = replace(work.parallel, stream="auto", memory_limit=limit)
         streams = not work.streams_images
         speeds = measured_speeds(by_limit, self.device) if streams else ASSUMED_SPEEDS
         estimator = replace(self.estimator, streams=streams, speeds=speeds)
-        for again, needs in estimator.ways(self.plan, self.counts, limit, any_zero=False):
+        for again, needs in estimator.ways(plan, self.counts, limit, any_zero=False):
             if again and (work.training.recompute or work.patch is not None):
                 continue
             word = f"`stream` auto with `memory_limit` {max(1, limit >> 20)}MiB" if needs else "`recompute`" * again
             recompute, stream = again or work.training.recompute, self.stream if needs is None else needs.options
-            for size in smaller(own, self.least_batch) if needs is None else (own,):
+            for size in smaller(own, least) if needs is None else (own,):
                 if (word or size != own) and self.fits(size, recompute, stream):
                     yield " with ".join(filter(None, (f"`batch_size` {size}" * (size != own), word)))
                     break
-
-    @property
-    def least_batch(self) -> int:
-        plan = self.plan
-        return plan.replicas * max(plan.batch_ways) * ceil(plan.num_microbatches / self.work.training.accumulate)
 
 
 def smaller(batch_size: int, least: int) -> Iterator[int]:

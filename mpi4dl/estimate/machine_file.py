@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from mpi4dl.options.declare import ConfigError, config_from_tables, option, tables_of_file, to_toml
+from mpi4dl.options.declare import ConfigError, config_from_tables, option, saying, tables_of_file, to_toml
 from mpi4dl.options.kinds import BYTES, COUNT, COUNT_OR_ZERO, NAME, NOT_NEGATIVE, POSITIVE, TEXT, choice, optional
 from mpi4dl.parallel.costs.machine import DISTRIBUTIONS, LinkLevel, Machine
 
@@ -74,14 +74,9 @@ def load_machine(path: str) -> Machine:
     found = config_from_tables(_File, tables, path)
     levels = (config_from_tables(_Links, {"links": link}, path).links for link in links)
     collectives = {name.replace("_", "-"): factor for name, factor in asdict(found.collectives).items()}
-    try:
-        return Machine(
-            links=tuple(LinkLevel(**asdict(level)) for level in levels),
-            collectives=collectives,
-            **asdict(found.machine),
-        )
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}") from None
+    with saying(path):
+        links = tuple(LinkLevel(**asdict(level)) for level in levels)
+        return Machine(links=links, collectives=collectives, **asdict(found.machine))
 
 
 def machine_toml(machine: Machine) -> str:

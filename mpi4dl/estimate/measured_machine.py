@@ -9,13 +9,12 @@ network      -
 import datetime
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from mpi4dl._memory import memory_of_node
 from mpi4dl.comm import Communicator, Pending
@@ -51,14 +50,16 @@ def measure_machine(comm: Communicator, device: torch.device, name: str) -> Mach
         if ranks > inside:
             links.append(_link(comm, level, inside, ranks, device))
             inside = ranks
-    memory = _memory(device, comm.node.local_size)
+    memory, called = memory_of_node() // comm.node.local_size, "CPU"
+    if device.type == "cuda":
+        memory, called = torch.cuda.get_device_properties(device).total_memory, torch.cuda.get_device_name(device)
     found = Machine(
         name,
         comm.size // per_node,
         per_node,
         tuple(links),
         min(comm.all_gather_object(memory)),
-        _device_name(device),
+        called,
         bytes_per_second=min(comm.all_gather_object(_touched_rate(comm, device))),
         message_seconds=max(comm.all_gather_object(_post_seconds(comm))),
         source=f"measured by mpi4dl doctor on {datetime.date.today()}, with {comm.size} ranks",
@@ -68,8 +69,7 @@ def measure_machine(comm: Communicator, device: torch.device, name: str) -> Mach
     for algorithm in ALGORITHMS:
         expected = CollectiveCost(found, groups).all_reduce_seconds(SUMMED_BYTES, algorithm)
         factors[algorithm] = max(0.001, round(_sum_seconds(comm, algorithm, device) / expected, 3))
-    described: Machine = comm.broadcast_object(replace(found, collectives=factors))
-    return described
+    return comm.broadcast_object(replace(found, collectives=factors))
 
 
 def _length(places: Sequence[object]) -> int | None:
@@ -90,16 +90,6 @@ def _package() -> int | None:
     except (OSError, ValueError):
         return None
     return found.pop() if len(found) == 1 else None
-
-
-def _memory(device: torch.device, local_size: int) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return memory_of_node() // local_size
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def _link(comm: Communicator, level: str, inside: int, ranks: int, device: torch.device) -> LinkLevel:
@@ -127,20 +117,15 @@ def _sum_seconds(comm: Communicator, algorithm: str, device: torch.device) -> fl
 
 def _touched_rate(comm: Communicator, device: torch.device) -> float:
     """Bytes a second of an operator that reads and writes, while all ranks do the same. Collective."""
-    x, y = (torch.ones(TOUCHED_NUMBERS, device=device) for _ in range(2))
+    (x, y), times = (torch.ones(TOUCHED_NUMBERS, device=device) for _ in range(2)), []
     comm.barrier()
-    return round(3 * x.nbytes / _fastest(lambda: x.add_(y), device))
-
-
-def _fastest(run: Callable[[], Tensor], device: torch.device, repeats: int = 5) -> float:
-    times = []
-    for _ in range(repeats):
+    for _ in range(5):
         start = time.perf_counter()
-        run()
+        x.add_(y)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
-    return min(times)
+    return round(3 * x.nbytes / min(times))
 
 
 def _post_seconds(comm: Communicator) -> float:

@@ -46,11 +46,6 @@ class Passes:
         return self.forward + self.backward
 
     @property
-    def repeats(self) -> bool:
-        """Whether there are statistics passes."""
-        return self.each_step > 2
-
-    @property
     def mean_statistics(self) -> tuple[float, float]:
         """The statistics forward and backward, averaged over segments by their FLOPs."""
         total = sum(each.flops for each in self.segments) or 1.0

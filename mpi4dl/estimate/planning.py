@@ -164,7 +164,9 @@ def scaled(work: Workload, asked: Searched, on: OnMachine, profiler: Profiler, t
 
 def time_layers(work: Workload, asked: Searched, path: str, profiler: Profiler, tell: Tell = quietly) -> list[str]:
     """Time the layers of a model on the small tiles that plans for up to so many ranks need, and write the file."""
-    require_new("--time-only", path)
+    problem = unwritable("--time-only", path)
+    if problem is not None:  # before minutes are spent
+        raise ConfigError(problem)
     store = Store()
     with searching(work, asked, replace(profiler, store=store, small=True), tell) as found:
         estimator = found.estimator
@@ -186,13 +188,6 @@ def time_layers(work: Workload, asked: Searched, path: str, profiler: Profiler, 
     except OSError as error:
         raise ConfigError(f"--time-only {path}: {error.strerror}") from None
     return [f"timings of the layers of {work.name} on small tiles: {path}"]
-
-
-def require_new(flag: str, path: str) -> None:
-    """Raise ConfigError, before minutes are spent, where a flag names a file that is there, or cannot be made."""
-    problem = unwritable(flag, path)
-    if problem is not None:
-        raise ConfigError(problem)
 
 
 def require_ranks(asked: Searched, profiler: Profiler) -> int:

@@ -6,7 +6,7 @@
 Nothing is streamed. A kind pays as long as twice the ranks give at least PAYS times the images a second.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
 from math import log2, prod
 from pathlib import Path
@@ -23,33 +23,19 @@ from mpi4dl.parallel.plan import Plan
 
 PAYS = 1.4
 SIZE_INCHES = (8.0, 5.0)
-Kind = Callable[[Plan], bool]
-
-
-def _is_plain(plan: Plan) -> bool:
-    return plan.tensor * plan.experts * max(plan.batch_ways) == 1
-
-
-def _tiles(plan: Plan) -> bool:
-    return _is_plain(plan) and plan.num_stages == 1 and plan.data == 1
-
-
-def _stages(plan: Plan) -> bool:
-    return _is_plain(plan) and plan.data == 1 and all(set(tiles) == {1} for tiles in plan.tiles)
-
-
-def _replicas(plan: Plan) -> bool:
-    return _is_plain(plan) and plan.num_stages == 1 and set(plan.tiles[0]) == {1}
-
-
-def _tensor(plan: Plan) -> bool:
-    return plan.num_stages == 1 and plan.data == 1 and set(plan.tiles[0]) == {1}
 
 
 ALL = "all together"
-KINDS: Mapping[str, Kind] = MappingProxyType(
-    {"tiles": _tiles, "stages": _stages, "replicas": _replicas, "tensor": _tensor, ALL: lambda plan: True}
+KINDS: Mapping[str, Set[str]] = MappingProxyType(
+    {"tiles": {"tiles"}, "stages": {"stages"}, "replicas": {"data"}, "tensor": {"tensor", "others"}, ALL: set()}
 )
+
+
+def is_of(plan: Plan, kind: str) -> bool:
+    """Whether a plan has several ranks by this kind of parallelism alone."""
+    ways = {"tiles": max(map(prod, plan.tiles)), "stages": plan.num_stages, "data": plan.data, "tensor": plan.tensor}
+    ways["others"] = plan.experts * max(plan.batch_ways)
+    return kind == ALL or all(number == 1 or name in KINDS[kind] for name, number in ways.items())
 
 
 class Point(NamedTuple):
@@ -101,8 +87,8 @@ def scaling_points(
         fitting = [each for each in estimates if each.num_bytes <= most_bytes]
         if fitting and fewest is None:
             fewest = num_ranks
-        for kind, belongs in KINDS.items():
-            own = [each for each in estimates if belongs(each.plan)]
+        for kind in KINDS:
+            own = [each for each in estimates if is_of(each.plan, kind)]
             best = max(
                 (each for each in own if each.num_bytes <= most_bytes),
                 key=lambda each: each.samples_per_second,
@@ -137,8 +123,7 @@ def near(plans: Sequence[Plan], good: Sequence[Plan], doublings: float) -> list[
         own = _measures(plan)
         return any(sum(abs(a - b) for a, b in zip(own, seed, strict=True)) <= doublings + STEPS for seed in seeds)
 
-    kinds = [belongs for kind, belongs in KINDS.items() if kind != ALL]
-    return [plan for plan in plans if any(belongs(plan) for belongs in kinds) or is_near(plan)]
+    return [plan for plan in plans if any(is_of(plan, kind) for kind in KINDS if kind != ALL) or is_near(plan)]
 
 
 def _measures(plan: Plan) -> tuple[float, ...]:

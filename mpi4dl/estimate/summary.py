@@ -181,7 +181,7 @@ class PlanSummary:
         needs = self.step.needs
         passes = passes_of_needs(needs, self.plan) if needs is not None else self.passes
         streamed = "" if needs is None else streaming_words(needs)
-        slow = "" if passes is None or not passes.repeats else passes.words()
+        slow = "" if passes is None or passes.each_step == 2 else passes.words()
         return [*filter(None, (self.remark, streamed, slow))]
 
     def of_patches(

@@ -298,5 +298,4 @@ def _numbers(logits: Tensor, number: int | None) -> list[int]:
     count = logits.shape[1]
     if number is not None or count <= 2:
         return [count - 1 if number is None else number] * len(logits)
-    found: list[int] = logits.argmax(1).tolist()
-    return found
+    return logits.argmax(1).tolist()

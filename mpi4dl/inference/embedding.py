@@ -139,11 +139,7 @@ def open_encoder(comm: Communicator, options: Any, model_options: ModelOptions) 
     chosen, name, patch = options.encoder, model_options.name, options.encoder.patches
     own = is_own(model_options.part)
     weights = None if own and chosen.weights == PRETRAINED else chosen.weights
-    trained = None
-    with comm.together((ValueError, OSError)):
-        if comm.rank == 0 and weights is not None:
-            trained = _trained_options(weights, name)
-    trained = comm.broadcast_object(trained)
+    trained = comm.from_first(lambda: None if weights is None else _trained_options(weights, name))
     with comm.together((ValueError, TypeError)):
         model = model_options.build(NUM_OUTPUTS, 3)
         mean, std = _normalisation(model_options, model, trained, chosen.mean, chosen.std)

@@ -68,11 +68,7 @@ def summarise(
         comm.agree(
             f"`threshold` {judging.threshold} chooses on validation samples, which folds are evaluated on: say a number"
         )
-    looked = None
-    with comm.together((ValueError, OSError)):
-        if comm.rank == 0:
-            looked = _looked_at(folder, part)
-    runs, asked, unfinished = comm.broadcast_object(looked)
+    runs, asked, unfinished = comm.from_first(lambda: _looked_at(folder, part))
     if len(runs) < 2:
         comm.agree(f"{folder}: {counted(len(runs), 'fold')} finished, but a summary needs two: train more folds")
     _say(comm, f"{counted(len(runs), 'fold')} of {folder}: their {asked} samples" + (

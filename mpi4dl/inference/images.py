@@ -201,9 +201,7 @@ def framed_for(
     size = trained.size if FITS[as_fit(trained.fit)].crops else AUTO
     given: dict[str, Any] = {"slides": slides or features, "features": features, "image_size": size}
     given["slides_folder"] = asked.slides_folder
-    with comm.together((ValueError, OSError)):
-        named = _columns_of_slides(trained, columns, Path(slides or features or "")) if comm.rank == 0 else None
-    given |= comm.broadcast_object(named)
+    given |= comm.from_first(lambda: _columns_of_slides(trained, columns, Path(slides or features or "")))
     given["on_bad_image"] = "skip"  # which the predictions say
     return trained.framed(comm, given)
 

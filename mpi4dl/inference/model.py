@@ -156,8 +156,7 @@ class Predictor:
     def attended(self) -> "tuple[Attended, ...]":
         """The patches of the images of the last batch and their weights; empty of models without attention."""
         streams = (getattr(module, "streamed", None) for module in self.runner.stages.modules())
-        found: tuple[Attended, ...] = next((stream.seen for stream in streams if stream is not None), ())
-        return found
+        return next((stream.seen for stream in streams if stream is not None), ())
 
     def predictions(
         self, images: Named, of: Callable[[Any], Tensor], maps: "CellMaps | None" = None

@@ -56,13 +56,7 @@ class Inputs:
         brief="images at once, over all ranks",
         known_as=same_as("b batch eval-batch-size per-device-eval-batch-size"),
     )
-    num_workers: int = neutral(
-        2,
-        "number of threads on each rank that read images ahead",
-        COUNT_OR_ZERO,
-        per_rank=True,
-        known_as=same_as("workers j"),
-    )
+    num_workers: int = like(Data, "num_workers")
 
 
 @dataclass(frozen=True)

@@ -55,5 +55,4 @@ def _network(file: str) -> nn.Module:
     if any(value is None or value.shape != shape for shape, value in trunk.values()):
         raise ValueError(f"`lpips` {file} has not the weights of torchvision's alexnet, vgg16 or squeezenet1_1")
     network.net.load_state_dict({name: value for name, (_, value) in trunk.items()})
-    found: nn.Module = network.requires_grad_(False)
-    return found
+    return network.requires_grad_(False)

@@ -84,8 +84,7 @@ def vision_transformer(
     )
     if features != "class":
         model.head = ClassAndMean(model.num_prefix_tokens, embed_dim, num_classes)
-    found: nn.Module = model
-    return found
+    return model
 
 
 def _class_of(module: Any, option: str, name: str) -> Any:

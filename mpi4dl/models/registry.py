@@ -44,8 +44,7 @@ class Entry:
 
     @property
     def builder(self) -> Callable[..., nn.Module]:
-        builder: Callable[..., nn.Module] = _at(self.path)
-        return builder
+        return _at(self.path)
 
 
 def _at(path: str) -> Any:

@@ -1,6 +1,5 @@
 """What a configuration asks a training to compute: the plan, the engine's options, and all of it as a spec."""
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -13,7 +12,6 @@ from mpi4dl.options.config import Config, ConfigError, Parallel, Training, parse
 from mpi4dl.options.declare import flags_for, with_values, without_flags
 from mpi4dl.options.models import build_model, patch_options, tensor_styles
 from mpi4dl.options.optimizers import build_optimizer, build_schedule
-from mpi4dl.options.parts import call, load
 from mpi4dl.options.sources import source_of
 from mpi4dl.parallel.inputs import batch_shape, of_tokens, space_of
 from mpi4dl.parallel.plan import Plan
@@ -109,12 +107,6 @@ def number_of_steps(training: Training, num_batches: int) -> int:
     """How many steps a run makes whose epochs have so many batches."""
     steps, limit = training.epochs * num_batches, training.max_steps
     return steps if limit is None else min(steps, limit)
-
-
-def build_callbacks(named: Sequence[Any]) -> list[Any]:
-    """The callbacks of a run. Raises ConfigError."""
-    made = [load("callbacks", part) for part in named]
-    return [call("callbacks", part) if inspect.isclass(part) else part for part in made]
 
 
 def flags_with(given: Sequence[str], decided: Callable[[Parallel, int], Mapping[str, Any]]) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mpi4dl._commands import one_message, typed
 from mpi4dl._compiler import defer_compiler
@@ -33,6 +33,7 @@ class CommandLine(Generic[T]):
     spell: Callable[[str], str] = field(repr=False)  # spells options in messages as flags
 
 
+@dataclass(eq=False)
 class Command(Generic[T]):
     """`main()` is the command; called with a communicator and a command line, it is the same inside an MPI job.
 
@@ -41,19 +42,17 @@ class Command(Generic[T]):
     `patience`: the seconds that a command line lets the ranks wait for each other.
     """
 
-    def __init__(
-        self,
-        act: Callable[["Communicator", CommandLine[T]], None],
-        config: type[T],
-        words: str,
-        description: str,
-        source: str,
-        patience: Callable[[Sequence[str]], float],
-        name: str,
-    ) -> None:
-        self.act, self.config, self.words, self.description = act, config, words, description
-        self.source, self.patience, self.name = source, patience, name or act.__name__
-        functools.update_wrapper(self, act)
+    act: Callable[["Communicator", CommandLine[T]], None]
+    config: type[T]
+    words: str
+    description: str
+    source: str = ""
+    patience: Callable[[Sequence[str]], float] = lambda _: failure.START_SECONDS
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        self.name = self.name or self.act.__name__
+        functools.update_wrapper(self, self.act)
 
     @property
     def usage(self) -> str:
@@ -157,12 +156,7 @@ class LocalCommand(Generic[T]):
 
 
 def command(
-    config: type[T],
-    words: str,
-    description: str,
-    source: str = "",
-    patience: Callable[[Sequence[str]], float] = lambda _: failure.START_SECONDS,
-    name: str = "",
+    config: type[T], words: str, description: str, source: str = "", **more: Any
 ) -> Callable[[Callable[["Communicator", CommandLine[T]], None]], Command[T]]:
-    """Make a function of a communicator and what is asked for into a `Command`."""
-    return lambda act: Command(act, config, words, description, source, patience, name)
+    """Make a function of a communicator and what is asked for into a `Command`, of which `more` are other fields."""
+    return lambda act: Command(act, config, words, description, source, **more)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mpi4dl._commands import typed
-from mpi4dl.options.declare import ConfigError, facts, from_keywords, parse_options, shared_options, to_toml
+from mpi4dl.options.declare import ConfigError, facts, parse_options, shared_options, to_toml
 from mpi4dl.options.kinds import AUTO, part_name
 from mpi4dl.options.presets import PRESETS, of_encoder
 from mpi4dl.options.sections.data import Data
@@ -102,11 +102,6 @@ def parse(argv: Sequence[str]) -> Config:
     Raises ConfigError with one message for the user; only `--help` exits.
     """
     return parse_options(Config, argv, f"mpirun -n RANKS {typed('train')} {USAGE}", DESCRIPTION)
-
-
-def from_python(options: Mapping[str, Any]) -> Config:
-    """The configuration of keyword arguments. Raises ConfigError."""
-    return from_keywords(Config, options)
 
 
 def default_options() -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from mpi4dl.datasets.augment import Mixup
 from mpi4dl.datasets.labels import FORMS, files_of
 from mpi4dl.datasets.transform import FITTED, NORMALISATIONS, Fit, Pointwise
 from mpi4dl.options.config import Config, ConfigError, Data
+from mpi4dl.options.declare import saying
 from mpi4dl.options.kinds import part_name
 from mpi4dl.options.parts import blaming, call, load
 
@@ -87,12 +88,10 @@ def build_transform(config: Config, channels: int) -> Pointwise | None:
         return None
     made = load("transforms", part)
     made = call("transforms", part) if inspect.isclass(made) else made
-    try:
-        with blaming("transforms", part, datasets.DatasetError):
-            transform = Pointwise(made)
-            transform.check(len(config.data.image_size), channels, len(config.data.image_size) == 2)
-    except datasets.DatasetError as problem:
-        raise ConfigError(f"`transforms` {part_name(part)}: {problem}") from None
+    told = f"`transforms` {part_name(part)}"
+    with saying(told, datasets.DatasetError), blaming("transforms", part, datasets.DatasetError):
+        transform = Pointwise(made)
+        transform.check(len(config.data.image_size), channels, len(config.data.image_size) == 2)
     return transform
 
 
@@ -151,17 +150,3 @@ def build_mixup(config: Config, task: str, num_classes: int, of_slides: bool) ->
             f"`mixup` {config.data.mixup} mixes whole images, but each slide has `patches` at other places"
         )
     return Mixup(config.data.mixup, num_classes, config.training.seed)
-
-
-def number_of_classes(config: Config, classes: Sequence[str]) -> int:
-    """The number of classes by the option, or else by the images. Raises ConfigError if that is too few."""
-    asked = config.model.num_classes
-    form = FORMS.get(config.data.task)
-    if form is not None and form.classes:
-        return len(form.classes)
-    if not asked and not classes:
-        raise ConfigError("the dataset does not name its classes: say `num_classes`, or give it `classes`")
-    if asked is not None and asked < len(classes):
-        names = datasets.printable(", ".join(classes[:10]))
-        raise ConfigError(f"`num_classes` {asked}, but the images have {len(classes)}: {names}")
-    return asked or len(classes)

@@ -41,6 +41,16 @@ class ConfigError(ValueError):
         return printable(super().__str__())
 
 
+@contextmanager
+def saying(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """An error of these kinds, or a ValueError, becomes a ConfigError that begins with this."""
+    caught = kinds or (ValueError,)
+    try:
+        yield
+    except caught as error:
+        raise ConfigError(f"{what}: {error}") from None
+
+
 @dataclass(frozen=True)
 class Option:
     """One option, as declared; `per_rank` ones may differ from rank to rank, `flag_only` ones are no key of a file.
@@ -56,8 +66,8 @@ class Option:
     default: Any
     help: str
     kind: Kind
-    per_rank: bool
-    flag_only: bool
+    per_rank: bool = False
+    flag_only: bool = False
     brief: str = ""
     known_as: Mapping[str, str] = field(default_factory=dict)
     changes_results: bool = True
@@ -119,21 +129,9 @@ class Option:
         return raw if isinstance(raw, str) and raw else dump(raw)
 
 
-def option(
-    default: Any,
-    help: str,
-    kind: Kind,
-    *,
-    per_rank: bool = False,
-    flag_only: bool = False,
-    brief: str = "",
-    known_as: Mapping[str, str] | None = None,
-    changes_results: bool = True,
-    called: str = "",
-) -> Any:
-    """Declare a field of a section; see `Option`."""
-    metadata = {"help": help, "kind": kind, "per_rank": per_rank, "flag_only": flag_only, "called": called}
-    metadata |= {"brief": brief, "known_as": known_as or {}, "changes_results": changes_results}
+def option(default: Any, help: str, kind: Kind, **more: Any) -> Any:
+    """Declare a field of a section; `more` are others of `Option`."""
+    metadata = {"help": help, "kind": kind, **more}
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -216,7 +214,7 @@ def asked_topic(argv: Sequence[str]) -> str | None:
 
 def help_text(config_type: type, topic: str, usage: str, description: str) -> str:
     """The text of `--help TOPIC`: of few options always all. Raises ConfigError for a topic that is no group."""
-    sections = {section: _first_line(found) for section, found in sections_of(config_type).items()}
+    sections = {name: (found.__doc__ or "").partition("\n")[0] for name, found in sections_of(config_type).items()}
     if topic in sections:
         return _parser(config_type, usage, sections[topic], topic).format_help()
     if topic == ALL or (not topic and len(sections) < 2):
@@ -234,10 +232,6 @@ def help_text(config_type: type, topic: str, usage: str, description: str) -> st
         "\n".join([*lines, "", "--help GROUP shows the options of one group, as in --help " + next(iter(sections))])
         + "\n"
     )
-
-
-def _first_line(documented: Any) -> str:
-    return (documented.__doc__ or "").partition("\n")[0]
 
 
 def _short_form(item: Option) -> str:
@@ -365,16 +359,11 @@ def config_from_tables(config_type: type[T], tables: Mapping[str, Any], file: st
     return _made(config_type, options, _values_from_tables(tables, options, file))
 
 
-def _fields_by_name(options: Mapping[str, Option]) -> dict[str, str]:
-    """The field of each option by the name that users see."""
-    return {item.public: name for name, item in options.items()}
-
-
 def _values_from_tables(tables: Mapping[str, Any], options: dict[str, Option], path: str) -> dict[str, Any]:
     allowed = {name: item for name, item in options.items() if not item.flag_only}
     sections = list(dict.fromkeys(item.section for item in options.values()))
     values: dict[str, Any] = {}
-    by_name = _fields_by_name(options)
+    by_name = {item.public: name for name, item in options.items()}
     for section, table in tables.items():
         if section not in sections:
             if section in allowed and not isinstance(table, dict):
@@ -454,7 +443,7 @@ def from_keywords(config_type: type[T], values: Mapping[str, Any]) -> T:
     Raises ConfigError for what is unknown, or cannot be.
     """
     options = options_of(config_type)
-    by_name = _fields_by_name(options)
+    by_name = {item.public: name for name, item in options.items()}
     values = {by_name.get(name, name): value for name, value in values.items()}
     unknown = next((name for name in values if name not in options), None)
     if unknown is not None:

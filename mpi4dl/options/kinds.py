@@ -398,15 +398,11 @@ def _part(value: Any) -> Any:
     return value
 
 
-def _part_or_pair(value: Any) -> Any:
-    return tuple(map(_part, value)) if type(value) in (list, tuple) and len(value) == 2 else _part(value)
-
-
 PART = Kind("a name, or an own one such as my_code.py:build", "NAME", _part, raw=part_name)
 PART_OR_PAIR = Kind(
     "an own one such as my_code.py:Slides",
     "NAME",
-    _part_or_pair,
+    lambda value: tuple(map(_part, value)) if type(value) in (list, tuple) and len(value) == 2 else _part(value),
     raw=lambda part: " and ".join(map(part_name, part)) if isinstance(part, tuple) else part_name(part),
 )
 NAMES = Kind(
@@ -471,13 +467,10 @@ def dump(raw: Any) -> str:
     if isinstance(raw, Sequence):
         return f"[{', '.join(map(dump, raw))}]"
     if isinstance(raw, dict):
-        pairs = ", ".join(f"{_dump_key(key)} = {dump(value)}" for key, value in sorted(raw.items()))
+        keys = {key: key if re.fullmatch(r"[\w-]+", key, re.ASCII) else dump(key) for key in sorted(raw)}
+        pairs = ", ".join(f"{shown} = {dump(raw[key])}" for key, shown in keys.items())
         return f"{{ {pairs} }}" if pairs else "{}"
     return repr(raw)
-
-
-def _dump_key(key: str) -> str:
-    return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else dump(key)
 
 
 # Kinds of value that go by patterns of names: which ones, numbers for some, and from which epoch on.

@@ -18,6 +18,7 @@ from mpi4dl.engine.tuning import freeze, keep_in_evaluation
 from mpi4dl.models.registry import option_of_channels, require_known, takes
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.data import normalisation
+from mpi4dl.options.declare import saying
 from mpi4dl.options.kinds import part_name
 from mpi4dl.options.parts import call, is_own, load
 from mpi4dl.options.sections.parallel import Parallel
@@ -42,18 +43,12 @@ def build_model(config: Config, num_classes: int, channels: int) -> nn.Module:
     if chosen.lora is not None:
         from mpi4dl.models.lora import add_lora
 
-        try:
+        with saying(f"`lora` of `model` {config.model_name}"):
             add_lora(model, **chosen.lora)
-        except ValueError as error:
-            raise ConfigError(f"`lora` of `model` {config.model_name}: {error}") from None
-    for option, patterns, apply in (
-        ("freeze", chosen.freeze, freeze),
-        ("eval_mode", chosen.eval_mode, keep_in_evaluation),
-    ):
-        try:
-            apply(model, patterns)
-        except ValueError as error:
-            raise ConfigError(f"`{option}` {','.join(patterns)}: {error}") from None
+    with saying(f"`freeze` {','.join(chosen.freeze)}"):
+        freeze(model, chosen.freeze)
+    with saying(f"`eval_mode` {','.join(chosen.eval_mode)}"):
+        keep_in_evaluation(model, chosen.eval_mode)
     return model
 
 
@@ -88,10 +83,8 @@ def _known_model(config: Config, name: str, options: Mapping[str, Any], num_clas
             f"`model` {name} takes images of 3 channels, and these have {channels}: choose one of mpi4dl, timm/ or "
             "smp/, or 3 channels by `channels`"
         )
-    try:
+    with saying(f"`model` {name} does not take these options {dict(options)}", TypeError):
         return models.build(name, None if source.of_text else num_classes, **options)
-    except TypeError as error:
-        raise ConfigError(f"`model` {name} does not take these options {dict(options)}: {error}") from None
 
 
 def own_model(part: Any, options: Mapping[str, Any], num_classes: int, channels: int) -> nn.Module:
@@ -122,11 +115,9 @@ def _of_patches(
             f"`min_tissue` {chosen.min_tissue}: tissue is found by its colour, and images have "
             f"{counted(channels, 'channel')}"
         )
-    try:
+    with saying(f"`patches` {patch} of `model` {config.model_name}"):
         patches_in(config.data.image_size, patch)
         num_features = headless(encoder, num_classes)
-    except ValueError as error:
-        raise ConfigError(f"`patches` {patch} of `model` {config.model_name}: {error}") from None
     aggregator = AGGREGATORS[chosen.aggregator](num_features, num_classes, **beside)
     mean, std = normalisation(config.data, channels)
     if min_tissue and max(len(set(mean)), len(set(std))) > 1:
@@ -148,10 +139,8 @@ def tensor_styles(parallel: Parallel) -> dict[str, str] | None:
     name = parallel.tensor_styles
     if name is None:
         return None
-    try:
+    with saying(f"`tensor_styles` {name}", OSError, ValueError, RecursionError):
         found = tomllib.loads(read_regular(Path(name)).decode())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"`tensor_styles` {name}: {error}") from None
     if not all(isinstance(style, str) for style in found.values()):
         raise ConfigError(f'`tensor_styles` {name}: expected lines such as "blocks.*.up" = "column"')
     return found

@@ -15,7 +15,7 @@ from mpi4dl._wording import counted
 from mpi4dl.comm import NOT_TAKEN, Refusal
 from mpi4dl.engine.tuning import parameter_groups
 from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.options.declare import nearest
+from mpi4dl.options.declare import nearest, saying
 from mpi4dl.options.kinds import part_name
 from mpi4dl.options.parts import call, is_own, load
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
@@ -38,10 +38,9 @@ def by_torch_name(kind: str, home: Any, base: type, name: str, *args: Any, **opt
         if option not in legal:
             hint = nearest(option, legal) or f"; its options are {', '.join(legal)}"
             raise ConfigError(f"`{kind}` {name} has no option {option}{hint}")
-    try:
+    # PyTorch raises any of these for values that it cannot use.
+    with saying(f"`{kind}` {name} does not take these options {dict(options)}", *NOT_TAKEN):
         return kind_of(*args, **options)
-    except NOT_TAKEN as error:  # torch raises any of these for values that it cannot use
-        raise ConfigError(f"`{kind}` {name} does not take these options {dict(options)}: {error}") from None
 
 
 def groups_of(config: Config, stages: LocalStages) -> Iterable[Any]:
@@ -49,23 +48,17 @@ def groups_of(config: Config, stages: LocalStages) -> Iterable[Any]:
     chosen = config.tuning
     later: list[str] = []
     for epoch, pattern in chosen.unfreeze:
-        try:
+        with saying(f"`unfreeze` {epoch}:{pattern}"):
             names = select(pattern, stages.names_of)
-        except ValueError as error:
-            raise ConfigError(f"`unfreeze` {epoch}:{pattern}: {error}") from None
         if stages.trained.issuperset(names):
             raise ConfigError(f"`unfreeze` {epoch}:{pattern}: {names[0]} is not frozen; add it to `freeze`")
         later += names
     for option, numbers in (("lr_of", chosen.lr_of), ("weight_decay_of", chosen.weight_decay_of)):
         for pattern in numbers:
-            try:
+            with saying(f"`{option}` {pattern}"):
                 select((pattern,), stages.names_of)
-            except ValueError as error:
-                raise ConfigError(f"`{option}` {pattern}: {error}") from None
-    try:
+    with saying(f"`freeze` {','.join(chosen.freeze)}"):
         groups = parameter_groups(stages, chosen.lr_of, chosen.weight_decay_of, later)
-    except ValueError as error:
-        raise ConfigError(f"`freeze` {','.join(chosen.freeze)}: {error}") from None
     alike = len(groups) == 1 and groups[0].keys() == {"params"}
     return (alike and groups[0]["params"]) or groups
 
@@ -102,10 +95,8 @@ def build_optimizer(config: Config, parameters: Iterable[Any]) -> torch.optim.Op
         raise ConfigError(
             f"`weight_decay_of`: {type(optimizer).__name__} has no weight decay; choose another `optimizer`"
         )
-    try:
+    with saying(f"`optimizer` {part_name(chosen.optimizer)} cannot make a step here", *NOT_TAKEN):
         _trial(optimizer, lambda p: p.new_zeros((1,) * p.dim()), [group["params"] for group in optimizer.param_groups])
-    except NOT_TAKEN as error:
-        raise ConfigError(f"`optimizer` {part_name(chosen.optimizer)} cannot make a step here: {error}") from None
     return optimizer
 
 
@@ -139,11 +130,7 @@ def _state_sizes(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Ten
         states = _trial(optimizer, lambda p: torch.empty_like(p, device="meta"), groups)
     except (RuntimeError, NotImplementedError):  # its step looks at values, or has no kernel without them
         states = _trial(optimizer, torch.zeros_like, groups)
-    return [[_num_bytes(state) for state in of_group] for of_group in states]
-
-
-def _num_bytes(state: Mapping[str, Any]) -> int:
-    return sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+    return [[sum(x.nbytes for x in state.values() if isinstance(x, Tensor)) for state in each] for each in states]
 
 
 def _trial(
@@ -259,10 +246,8 @@ def build_schedule(config: Config, optimizer: torch.optim.Optimizer) -> Schedule
 
     trial_optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=chosen.lr, momentum=0.9)
     trial = schedule(trial_optimizer)
-    try:
+    with saying(f"`scheduler` {chosen.scheduler} fails with {options}", *NOT_TAKEN):
         trial_optimizer.step()
         trial.after_step()
         trial.after_epoch(1.0)
-    except NOT_TAKEN as error:
-        raise ConfigError(f"`scheduler` {chosen.scheduler} fails with {options}: {error}") from None
     return schedule(optimizer)

@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -107,26 +107,17 @@ def call(option: str, part: Any, *args: Any, known: dict[str, Any] | None = None
     made = load(option, part)
     if not callable(made):
         raise ConfigError(f"`{option}` {part_name(part)} is a {type(made).__name__}, which cannot be called")
-    taken = _taken_by(made, known or {})
     with blaming(option, part):
         try:
             signature = inspect.signature(made)
         except (TypeError, ValueError):  # written in C
-            signature = None
+            return made(*args, **options)
+        options = {name: value for name, value in (known or {}).items() if name in signature.parameters} | options
         try:
-            if signature is not None:
-                signature.bind(*args, **{**taken, **options})
+            signature.bind(*args, **options)
         except TypeError as error:
             raise ConfigError(f"`{option}` {part_name(part)} does not take these arguments: {error}") from None
-        return made(*args, **{**taken, **options})
-
-
-def _taken_by(made: Callable[..., Any], known: dict[str, Any]) -> dict[str, Any]:
-    try:
-        parameters = inspect.signature(made).parameters
-    except (TypeError, ValueError):
-        return {}
-    return {name: value for name, value in known.items() if name in parameters}
+        return made(*args, **options)
 
 
 @contextmanager

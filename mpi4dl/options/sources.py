@@ -32,7 +32,7 @@ from mpi4dl.datasets.transform import FITTED, STRIDE_PX, Fit, as_fit
 from mpi4dl.geometry import Box
 from mpi4dl.models.registry import page_of, require_known, with_defaults
 from mpi4dl.options.config import Config, ConfigError, Slides
-from mpi4dl.options.data import build_augment, build_mixup, build_views, number_of_classes
+from mpi4dl.options.data import build_augment, build_mixup, build_views
 from mpi4dl.options.declare import with_values
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.parts import call, is_own, load
@@ -261,7 +261,15 @@ class DataSource:
 
     def number_of_classes(self, samples: Any) -> int:
         """The number of classes by the option, or else by the samples. Raises ConfigError if that is too few."""
-        return number_of_classes(self._config, samples.classes)
+        asked, classes, form = self._config.model.num_classes, samples.classes, FORMS.get(self.data.task)
+        if form is not None and form.classes:
+            return len(form.classes)
+        if not asked and not classes:
+            raise ConfigError("the dataset does not name its classes: say `num_classes`, or give it `classes`")
+        if asked is not None and asked < len(classes):
+            names = datasets.printable(", ".join(classes[:10]))
+            raise ConfigError(f"`num_classes` {asked}, but the images have {len(classes)}: {names}")
+        return asked or len(classes)
 
     def loaders(self, images: Any, training: BoxesOf, validation: BoxesOf) -> tuple[Loader, Loader]:
         """The loaders of a rank's boxes of the `training` and `validation` samples of `images`, transformed to `fit`.

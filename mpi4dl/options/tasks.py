@@ -164,8 +164,7 @@ def _own_loss(part: Any, options: Mapping[str, Any]) -> Callable[..., Any]:
         made = call("loss", part, **options)
     if not callable(made):
         raise ConfigError(f"`loss` {part_name(part)} is a {type(made).__name__}, which cannot be called")
-    found: Callable[..., Any] = made
-    return found
+    return made
 
 
 def _takes_outputs(made: Any) -> bool:

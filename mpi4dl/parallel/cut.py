@@ -210,8 +210,7 @@ def _stage_costs(
             machine = link.machine(plan.num_ranks, "assumed" if link == ASSUMED else "as measured")
             sites = sites_of(cuttable, plan, image, styles)
             found = costs_for(cuttable, plan, sites, how, device, replace(profiler, machine=machine))
-    costs: StageCosts = comm.broadcast_object(found)
-    return costs
+    return comm.broadcast_object(found)
 
 
 def partition(costs: Sequence[Sequence[float]]) -> tuple[int, ...]:

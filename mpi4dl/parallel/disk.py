@@ -103,8 +103,7 @@ class Keep:
 
     def moved(self, x: Tensor) -> Tensor:
         """x, kept there; differentiable."""
-        found: Tensor = x if self.where == "device" else _Move.apply(x, self)
-        return found
+        return x if self.where == "device" else _Move.apply(x, self)
 
 
 ON_DEVICE = Keep()

@@ -224,8 +224,7 @@ def lay_over(module: nn.Module, num_experts: int, axes: Sequence[str], grid: Gri
 
     def forward(self: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         def run(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-            made: Tensor = kind.forward(self, x, chosen, weights)
-            return made
+            return kind.forward(self, x, chosen, weights)
 
         return _on_grid(placement.work(run), x, chosen, weights, grid)
 

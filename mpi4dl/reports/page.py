@@ -258,7 +258,10 @@ def page(runs: Sequence[ShownRun], images: Path | None = None) -> str:
     options, others = configurations(runs)
     return environment.get_template(PAGE).render(
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
-        runs=[_head(run, number) for number, run in enumerate(runs)],
+        runs=[
+            {"run": r, "colour": colour_of(i), "remarks": [*r.remarks, *not_finite(r)], "path": r.path.absolute()}
+            for i, r in enumerate(runs)
+        ],
         results=list(results(runs)),
         learning=list(_charts(runs, operation=False)),
         operation=list(_charts(runs, operation=True)),
@@ -272,11 +275,6 @@ def page(runs: Sequence[ShownRun], images: Path | None = None) -> str:
         versions=table(runs, [_versions(run) for run in runs]),
         many=len(runs) > 1,
     )
-
-
-def _head(run: ShownRun, number: int) -> dict[str, Any]:
-    remarks = [*run.remarks, *not_finite(run)]
-    return {"run": run, "colour": colour_of(number), "remarks": remarks, "path": str(run.path.absolute())}
 
 
 def table(runs: Sequence[ShownRun], values: Sequence[Mapping[str, str]]) -> list[Row]:
@@ -325,13 +323,9 @@ def _points(run: ShownRun, phase: str, metric: str) -> list[tuple[int, float]]:
     return [(step, value * factor) for step, value in run.series(phase, metric)]
 
 
-def _is_operation(metric: str) -> bool:
-    return metric.startswith(OPERATION)
-
-
 def _names(runs: Sequence[ShownRun], operation: bool, phases: Sequence[str] = ("train", "validation")) -> list[str]:
     found = dict.fromkeys(name for phase in phases for run in runs for name in run.metrics(phase))
-    return [name for name in found if _is_operation(name) == operation]
+    return [name for name in found if name.startswith(OPERATION) == operation]
 
 
 def _charts(runs: Sequence[ShownRun], operation: bool) -> Iterator[tuple[str, Markup]]:

@@ -76,8 +76,7 @@ def read_part(path: Path, name: str) -> Record:
     with reading(path):
         if not isinstance(content[name], dict):
             raise ValueError(f"its {name} are no object")
-    found: Record = content[name]
-    return found
+    return content[name]
 
 
 def parse_object(text: bytes | str, where: Path | str) -> Record:

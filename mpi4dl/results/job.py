@@ -46,8 +46,7 @@ def settings_of(*configs: Any, **more: Any) -> Record:
     """
     options = [(item, config) for config in configs for item in options_of(type(config)).values()]
     found = {item.name: item.kind.raw(item.of(config)) for item, config in options if item.changes_results}
-    settings: Record = json.loads(json.dumps(finite({**found, **more})))
-    return settings
+    return json.loads(json.dumps(finite({**found, **more})))
 
 
 def difference(before: Settings, now: Settings) -> str:
@@ -155,16 +154,14 @@ class FolderJob:
             with reading(self._lines):
                 self.done = {r[kind.key]: r for r in records if not overwrite and self._holds(r)}
                 self.dropped = [r for r in records if "error" not in r and self.done.get(r[kind.key]) is not r]
-                of_done, of_dropped = ({n for r in some for n in r["files"]} for some in (self._kept, self.dropped))
+                of_done, of_dropped = (
+                    {n for r in some for n in r["files"]} for some in (self.done.values(), self.dropped)
+                )
             if not dry_run:
                 self._begin(of_dropped - of_done, overwrite)
         except BaseException:
             self.close()
             raise
-
-    @property
-    def _kept(self) -> list[Record]:
-        return [*self.done.values()]
 
     def _records(self, writes: Sequence[Path], overwrite: bool) -> list[Record]:
         """The records that there are, which are of the same settings. Raises ConfigError, OSError."""
@@ -190,15 +187,14 @@ class FolderJob:
         return records
 
     def _holds(self, record: Record) -> bool:
-        if "error" in record or not all(self._is_there(*each) for each in record["files"].items()):
+        if "error" in record:
+            return False
+        files = {below(self.folder, name): num_bytes for name, num_bytes in record["files"].items()}
+        if not all(path.exists() and size_of(path) == num_bytes for path, num_bytes in files.items()):
             return False
         name = record[self.kind.key]
         own = self.inputs.get(name)
         return self.kind.keeps_others if name not in self.inputs else own is not None and own.is_as_in(record["file"])
-
-    def _is_there(self, name: str, num_bytes: int) -> bool:
-        path = below(self.folder, name)
-        return path.exists() and size_of(path) == num_bytes
 
     def _begin(self, stale: Iterable[str], overwrite: bool) -> None:
         """Remove the files that no record names any longer, and write the records that hold. Raises OSError."""
@@ -207,10 +203,10 @@ class FolderJob:
         if overwrite:  # before the settings change, which records of others must never outlive
             self._lines.unlink(missing_ok=True)
         write_object(self._about, {"settings": self.settings, **self._more})
-        write_durably(self._lines, b"".join(map(as_line, self._kept)))
+        write_durably(self._lines, b"".join(map(as_line, self.done.values())))
         self._open = [Lines(self._lines)]
         if self.columns is not None:
-            write_durably(self._table, table(self.columns, self._kept))
+            write_durably(self._table, table(self.columns, [*self.done.values()]))
             self._open.append(Lines(self._table))
         self._begun = {n: i.state() for n, i in self.inputs.items() if i is not None and n not in self.done}
 

@@ -70,8 +70,7 @@ class FolderResults:
     @cached_property
     def higher_is_better(self) -> Mapping[str, bool | None]:
         """By metric, as the run declared it."""
-        found: Mapping[str, bool | None] = self._object(MEASURES).get("higher_is_better", {})
-        return found
+        return self._object(MEASURES).get("higher_is_better", {})
 
     @cached_property
     def snapshot(self) -> Record:

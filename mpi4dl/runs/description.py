@@ -16,11 +16,14 @@ if that signature is right, or if the user asks for it.
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mpi4dl._files import naming, read_regular, write_durably
+from mpi4dl._files import read_regular, write_durably
+from mpi4dl._numbers import typed
 from mpi4dl.checkpoints.checkpoints import refusing
 from mpi4dl.checkpoints.manifest import ABOUT, AVERAGE, MODEL
 from mpi4dl.checkpoints.weights import average_of, load_weights, open_weights, weights_in
@@ -35,7 +38,8 @@ from mpi4dl.options.parts import is_own
 from mpi4dl.options.sources import source_of
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.results.formats import as_object, parse_object, reading
-from mpi4dl.runs.assembly import ModelAssembly, assemble
+from mpi4dl.results.names import CONFIG
+from mpi4dl.runs.assembly import OWN_PARTS, ModelAssembly, assemble
 from mpi4dl.tasks.task import TASKS
 
 FILE = "model.json"
@@ -44,8 +48,7 @@ MOST = 1 << 31  # outputs or channels that a model may have
 SECTIONS = ("model", "data", "slides")
 MORE = ("loss", "loss_options", "stream_norm", "deterministic", "tf32", "lora")
 OF_THE_TASK = ("task", "text")
-OWN = ("model", "transforms", "dataset")  # what may be code of the user's, by the section that has it
-HOMES = {"model": "model", "transforms": "data", "dataset": "data"}
+OWN = ("model", "transforms", "dataset")  # what may be code of the user's
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class Description:
         options = {name: value for name, value in shared_options(config).items() if name in wanted}
         asked, source = config.data.task, source_of(config)
         task = asked if asked in TASKS and TASKS[asked].of_text == source.of_text else source.task_of(images.training)
-        found = {name: _own(getattr(getattr(config, HOMES[name]), name, None)) for name in OWN}
+        found = {name: _own(getattr(getattr(config, OWN_PARTS[name]), name, None)) for name in OWN}
         return cls(
             {name: value for name, value in options.items() if name not in OF_THE_TASK},
             task,
@@ -92,38 +95,22 @@ class Description:
     @classmethod
     def read(cls, text: str, where: str) -> "Description":
         """Raises ConfigError for what is no such text; `where` it was found."""
-        found = parse_object(text, where)
+        plain = parse_object(text, where)
         with reading(where):
-            options = {str(name): str(value) for name, value in found["options"].items()}
-            own = {str(name): {"file": each["file"], "digest": each["digest"]} for name, each in found["own"].items()}
-            classes, numbers = tuple(map(str, found["classes"])), (int(found["num_outputs"]), int(found["channels"]))
-            if not (0 < numbers[0] <= MOST and 0 <= numbers[1] <= MOST):  # text has no channels
-                raise ValueError(f"{numbers[0]} outputs of {numbers[1]} channels")
-            largest = None if found["largest"] is None else tuple(map(int, found["largest"]))
-            more = (
-                as_fit(found["fit"]),
-                own,
-                found["values"],
-                largest,
-                str(found["signature"]),
-                found.get("input_values"),
-            )
-            return cls(options, str(found["task"]), numbers[0], classes, numbers[1], *more)
-
-    def write(self, folder: Path) -> None:
-        """Put it into the folder of a run. Raises OSError."""
-        with naming(folder / FILE):
-            write_durably(folder / FILE, self.text.encode())
+            found: Description = typed(cls, {**plain, "fit": as_fit(plain["fit"])}, "its object")
+            if not (0 < found.num_outputs <= MOST and found.channels <= MOST):  # text has no channels
+                raise ValueError(f"{found.num_outputs} outputs of {found.channels} channels")
+        return found
 
     def record(self, comm: Communicator, folder: Path) -> "Description":
         """Sign it and put it into the folder of a run, from rank 0. Collective; raises Refusal if that cannot be."""
-        signed = None
-        with comm.together((OSError,)):
-            if comm.rank == 0:
-                signed = self.signed()
-                signed.write(folder)
-        found: Description = comm.broadcast_object(signed)
-        return found
+
+        def written() -> Description:
+            signed = self.signed()
+            write_durably(folder / FILE, signed.text.encode())
+            return signed
+
+        return comm.from_first(written, (OSError,))
 
     def signed(self) -> "Description":
         """The same with this user's signature, if it names code and the user has a place for a key."""
@@ -171,7 +158,7 @@ class Description:
             options = without_loading(config.model.model, config.model.model_options)
             config = replace(config, model=replace(config.model, model_options=options))
         for name in OWN:
-            section = getattr(config, HOMES[name])
+            section = getattr(config, OWN_PARTS[name])
             text, part = getattr(section, name), instead.get(name)
             named = text is not None and (name == "dataset" or parts.is_own(text))
             if part is not None and not named:
@@ -185,7 +172,7 @@ class Description:
                         raise
                     part = _refused(str(problem))
             if part is not None:
-                config = replace(config, **{HOMES[name]: replace(section, **{name: part})})
+                config = replace(config, **{OWN_PARTS[name]: replace(section, **{name: part})})
         return config
 
     def part(self, name: str, text: str, where: str, trusted: bool, asked: bool) -> str:
@@ -201,7 +188,10 @@ class Description:
             again = "`images`" if name == "dataset" else f"`{name}`"
             raise ConfigError(f"the `{name}` was an object of a program, {text}: pass it again as {again}")
         asked = f"`{name}` {text}"
-        if not where.endswith(".py") and _module_exists(where):
+        module = None
+        with suppress(ImportError, ValueError):
+            module = None if where.endswith(".py") else find_spec(where)
+        if module is not None:
             parts.load(name, text)
             candidates = {text: parts.print_of(text)}
         else:
@@ -247,15 +237,6 @@ def _own(part: Any) -> dict[str, str | None] | None:
     digest, made = parts.print_of(part), isinstance(part, str) or inspect.isclass(part) or inspect.isroutine(part)
     # A model that is one already is made by nothing that could be called again.
     return {"file": parts.file_of(part) if made and digest is not None else None, "digest": digest}
-
-
-def _module_exists(name: str) -> bool:
-    from importlib.util import find_spec
-
-    try:
-        return find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def described_by(folder: Path) -> Description | None:
@@ -313,7 +294,7 @@ def folder_of(comm: Communicator, source: Path) -> Path:
         if not source.exists():
             beside = [each.name for each in source.parent.iterdir()] if source.parent.is_dir() else []
             raise ConfigError(f"{source}: there is no such file or folder{nearest(source.name, beside)}")
-        folder = next((path for path in (source, *source.absolute().parents[:2]) if _is_run(path)), None)
+        folder = next((path for path in (source, *source.absolute().parents[:2]) if (path / CONFIG).is_file()), None)
         if folder is None:
             raise ConfigError(
                 f"{source} is neither a run of mpi4dl train with weights nor a checkpoint of one: name the "
@@ -321,10 +302,6 @@ def folder_of(comm: Communicator, source: Path) -> Path:
             )
     assert folder is not None
     return folder
-
-
-def _is_run(path: Path) -> bool:
-    return (path / "config.toml").is_file()
 
 
 def find_weights(comm: Communicator, source: Path) -> FoundWeights:
@@ -343,11 +320,7 @@ def find_weights(comm: Communicator, source: Path) -> FoundWeights:
         weights, skipped = weights_in(source, comm)
     comm.agree(None if weights.is_file() else f"{source} has no weights yet: there is no checkpoint, and no {MODEL}")
     remarks = [f"skipped {one}" for one in skipped]
-    there = None
-    with comm.together((ValueError, OSError)):
-        if comm.rank == 0:
-            there = average_of(weights.parent)
-    there = comm.broadcast_object(there)
+    there = comm.from_first(lambda: average_of(weights.parent))
     if there is None:
         return FoundWeights(weights, tuple(remarks))
     told = (*remarks, AVERAGED)
@@ -367,19 +340,17 @@ def description_of(comm: Communicator, weights: Path, folder: Path) -> tuple[Des
 
     Rank 0 reads it for all. Collective. Raises Refusal on all ranks.
     """
-    found = None
-    with comm.together((ValueError, OSError)):
-        if comm.rank == 0:
-            told = open_weights(str(weights)).metadata.get(ABOUT)
-            about = described_by(folder) if told is None else Description.read(told, str(weights))
-            if about is None:
-                raise ConfigError(
-                    f"{weights} does not say what it is of: name a run of mpi4dl train, or weights of one by "
-                    "mpi4dl export"
-                )
-            found = about, about.is_ours()
-    answer: tuple[Description, bool] = comm.broadcast_object(found)
-    return answer
+
+    def found() -> tuple[Description, bool]:
+        told = open_weights(str(weights)).metadata.get(ABOUT)
+        about = described_by(folder) if told is None else Description.read(told, str(weights))
+        if about is None:
+            raise ConfigError(
+                f"{weights} does not say what it is of: name a run of mpi4dl train, or weights of one by mpi4dl export"
+            )
+        return about, about.is_ours()
+
+    return comm.from_first(found)
 
 
 class RunOptions:
@@ -392,7 +363,7 @@ class RunOptions:
     @classmethod
     def read(cls, folder: Path) -> "RunOptions":
         """Raises ConfigError for a file that is none of a run."""
-        return cls(parse(["--config", str(folder / "config.toml")]))
+        return cls(parse(["--config", str(folder / CONFIG)]))
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "RunOptions":
@@ -408,18 +379,17 @@ class RunOptions:
         text = self.model.model
         if not is_own(text):
             return self
-        found = None
-        with comm.together((ValueError, OSError)):
-            if comm.rank == 0:
-                about, options, where = described_by(folder), shared_options(self._config), str(folder)
-                if about is None and not asked:
-                    raise untrusted(where, "model", text)
-                if about is None:
-                    found = text
-                else:
-                    same = all(about.options.get(name) == options[name] for name in ("model", "model_options"))
-                    found = about.part("model", text, str(folder / FILE), same and about.is_ours(), asked)
-        return RunOptions(replace(self._config, model=replace(self.model, model=comm.broadcast_object(found))))
+
+        def found() -> str:
+            about, options = described_by(folder), shared_options(self._config)
+            if about is None and not asked:
+                raise untrusted(str(folder), "model", text)
+            if about is None:
+                return text
+            same = all(about.options.get(name) == options[name] for name in ("model", "model_options"))
+            return about.part("model", text, str(folder / FILE), same and about.is_ours(), asked)
+
+        return RunOptions(replace(self._config, model=replace(self.model, model=comm.from_first(found))))
 
     def assemble(self, comm: Communicator, parallel: Parallel) -> ModelAssembly:
         """Place the model over ranks otherwise than in training, for batches of any size. Collective."""

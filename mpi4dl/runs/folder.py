@@ -25,15 +25,16 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from mpi4dl import __version__
 from mpi4dl._files import LOCK, lock, write_durably
+from mpi4dl._numbers import typed
 from mpi4dl.options.declare import ConfigError
 from mpi4dl.parallel.tables.schedules import Action
 from mpi4dl.parallel.tables.simulator import Simulation, TimeSpan
@@ -205,6 +206,10 @@ def versions(mpi_library: str, command: Sequence[str]) -> dict[str, Any]:
     }
 
 
+SECONDS = Annotated[float, math.isfinite, "a number of seconds"]
+SPAN = tuple[Literal["forward", "backward", "input", "weight"], Literal[0, 1], int, int, SECONDS, SECONDS]
+
+
 @dataclass(frozen=True)
 class RunSnapshot:
     """The plan, model and memory of a run for reports: `portrait.json` in its folder.
@@ -233,22 +238,9 @@ class RunSnapshot:
         return found
 
     @classmethod
-    def of(cls, told: Any) -> "RunSnapshot":
-        """Of what `content` gave. Raises ValueError, TypeError or KeyError for anything else."""
-        rows = told["timeline"]
-        timeline = None
-        if rows is not None:
-            spans = (tuple(_span(*values) for values in row) for row in rows)
-            timeline = Simulation(tuple(spans), (0,) * len(rows))
-        memory = tuple({str(k): int(v) for k, v in rank.items()} for rank in told["memory"])
-        modules = tuple((str(name), int(values), int(trained)) for name, values, trained in told["modules"])
-        title, plan, source = (str(told[key]) for key in ("title", "plan", "source"))
-        return cls(title, plan, int(told["num_steps"]), modules, memory, source, timeline)
-
-
-def _span(kind: Any, direction: int, stage: int, microbatch: int, start: float, end: float) -> TimeSpan:
-    if kind not in ("forward", "backward", "input", "weight") or direction not in (0, 1):
-        raise ValueError(f"no action is {kind!r} in direction {direction!r}")
-    if not (math.isfinite(start) and math.isfinite(end)):
-        raise ValueError(f"no action is from {start} to {end}")
-    return TimeSpan(Action(kind, int(direction), int(stage), int(microbatch)), float(start), float(end))
+    def of(cls, told: Record) -> "RunSnapshot":
+        """Of what `content` gave. Raises ValueError or KeyError for anything else."""
+        rows = typed(list[list[SPAN]] | None, told["timeline"], "its timeline")
+        spans = tuple(tuple(TimeSpan(Action(*each[:4]), *each[4:]) for each in row) for row in rows or ())
+        found: RunSnapshot = typed(cls, {**told, "timeline": None}, "its object")
+        return found if rows is None else replace(found, timeline=Simulation(spans, (0,) * len(rows)))

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpi4dl._files import naming, read_regular, write_durably
+from mpi4dl._files import read_regular, write_durably
 from mpi4dl._wording import counted, some
 from mpi4dl.datasets.files import ZARR_SUFFIXES
 from mpi4dl.datasets.labels import FORMS
@@ -71,24 +71,18 @@ class RunSamples(NamedTuple):
         found |= {("test", row.path): (whole, i) for i, row in enumerate(rows) if row.split == "test"}
         names = _names_of_labels(whole)
         lines = [_line(split, whole, index, names) for (split, _), (whole, index) in found.items()]
-        samples = tuple(
-            RunSample(name, line["slide_id"], line["case_id"], _text(whole, index), split, *_of_file(line))
-            for ((split, name), (whole, index)), line in zip(found.items(), lines, strict=True)
-        )
         more = [name for name in IF_ASKED if any(name in line for line in lines)]
-        return cls(samples, tuple(lines), (*BEFORE, *names, *AFTER, *more))
+        return cls(_samples(lines, names), tuple(lines), (*BEFORE, *names, *AFTER, *more))
 
     @classmethod
     def of_documents(cls, sizes: Mapping[str, Mapping[str, int]]) -> "RunSamples":
         """The documents of text: `sizes` has the bytes of each, by its part and its name."""
-        samples = tuple(
-            RunSample(name, name, name, None, split, size) for split, of in sizes.items() for name, size in of.items()
-        )
         lines = tuple(
-            {"file": each.file, "slide_id": each.name, "case_id": each.patient, "split": each.split,
-             "bytes": _cell(each.num_bytes)} for each in samples
-        )  # fmt: skip
-        return cls(samples, lines, (*BEFORE, "label", *AFTER))
+            {**dict.fromkeys(BEFORE, name), "split": split, "bytes": str(size)}
+            for split, of in sizes.items()
+            for name, size in of.items()
+        )
+        return cls(_samples(lines, ()), lines, (*BEFORE, "label", *AFTER))
 
     @classmethod
     def read(cls, path: Path) -> "RunSamples":
@@ -102,10 +96,7 @@ class RunSamples(NamedTuple):
             whole = columns == (*BEFORE, *names, *AFTER, *more)
             if not whole or any(None in line or None in line.values() for line in lines):
                 raise ValueError
-            samples = tuple(
-                RunSample(line["file"], line["slide_id"], line["case_id"], _label(line, names), line["split"],
-                          *_of_file(line)) for line in lines
-            )  # fmt: skip
+            samples = _samples(lines, names)
         except (OSError, ValueError, csv.Error) as error:
             raise ConfigError(
                 f"{path}: is not the table of a run's samples, it is damaged ({type(error).__name__}): restore it, or "
@@ -127,8 +118,7 @@ class RunSamples(NamedTuple):
         writer = csv.DictWriter(text, self.columns, lineterminator="\n", restval="")
         writer.writeheader()
         writer.writerows(self.lines)
-        with naming(folder / FILE):
-            write_durably(folder / FILE, text.getvalue().encode(errors="surrogateescape"))
+        write_durably(folder / FILE, text.getvalue().encode(errors="surrogateescape"))
 
     def validating(self) -> dict[str, bool]:
         """Of each sample that trains or validates which it does, by its file."""
@@ -237,23 +227,23 @@ def _line(split: str, whole: Any, index: int, names: Sequence[str]) -> dict[str,
 
 def _text(whole: Any, index: int) -> str | None:
     """What is to be learnt of a sample, as text; None if nothing tells it without its image."""
-    found: str | None = whole.label_as_text(index) if hasattr(whole, "label_as_text") else None
-    return found
+    return whole.label_as_text(index) if hasattr(whole, "label_as_text") else None
 
 
 def _cell(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _of_file(line: Mapping[str, str]) -> tuple[int | None, int | None, str]:
-    size, checksum = (int(line[name]) if line.get(name) else None for name in ("bytes", "crc32"))
-    return size, checksum, line.get(COVARIATES, "")
-
-
-def _label(line: Mapping[str, str], names: Sequence[str]) -> str | None:
-    """What is to be learnt, as `label_as_text` says it."""
-    cells = [line[name] for name in names if line[name]]
-    return with_details(line[MASK_PRINT] or ", ".join(cells) or None, line["mpp"] or None, line.get(LOSS_WEIGHT))
+def _samples(lines: Sequence[Mapping[str, str]], names: Sequence[str]) -> tuple[RunSample, ...]:
+    """The samples of lines, whose labels are in the columns of these names. Raises ValueError."""
+    found = []
+    for line in lines:
+        told = line.get(MASK_PRINT) or ", ".join(line[name] for name in names if line.get(name))
+        label = with_details(told or None, line.get("mpp") or None, line.get(LOSS_WEIGHT))  # as `label_as_text`
+        size, checksum = (int(line[name]) if line.get(name) else None for name in ("bytes", "crc32"))
+        file, name, patient = (line[key] for key in BEFORE)
+        found.append(RunSample(file, name, patient, label, line["split"], size, checksum, line.get(COVARIATES, "")))
+    return tuple(found)
 
 
 def _differ(before: RunSample, now: RunSample) -> bool:

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from mpi4dl.comm.failure import Watchdog
@@ -48,9 +48,7 @@ class StopSignals:
         self._before = {number: signal.signal(number, self._remember) for number in heard}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, before in self._before.items():
             signal.signal(number, signal.SIG_IGN if self.caught else signal.SIG_DFL if before is None else before)
 

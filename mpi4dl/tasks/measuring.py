@@ -195,8 +195,7 @@ class Measures:
                 found = self._computed([self.own, *others] if has[0] else others)
         if sending is not None:
             sending.wait()
-        values: dict[str, Value] = comm.broadcast_object(found)
-        return values
+        return comm.broadcast_object(found)
 
     @torch.no_grad()
     def _computed(self, parts: Sequence[Any]) -> dict[str, Value]:

@@ -6,7 +6,7 @@ main thread of others    follow:                                 the same step
 """
 
 import pickle
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets.text import Tokenizer
-from mpi4dl.text.model import PagedModel, TokenPortion, pages_for
+from mpi4dl.geometry import ceil_div
+from mpi4dl.text.model import PagedModel, TokenPortion
 from mpi4dl.text.options import Sampling
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -210,14 +211,6 @@ class Running:
         ends = (i + 1 if token == self.separator else 0 for i, token in enumerate(self.tokens))
         self._seen_from = list(accumulate(ends, max, initial=0))[: self.num_prompt + 1]
 
-    @property
-    def num_generated(self) -> int:
-        return len(self.tokens) - self.num_prompt
-
-    @property
-    def prefilling(self) -> bool:
-        return self.num_cached < self.num_prompt
-
     def next_portion(self, chunk: int) -> TokenPortion:
         """The next tokens for the model: at most `chunk` tokens, of a prompt always the same ones."""
         start = self.num_cached
@@ -255,7 +248,7 @@ class Running:
 
     @property
     def usage(self) -> Usage:
-        return Usage(self.num_prompt, self.num_generated)
+        return Usage(self.num_prompt, len(self.tokens) - self.num_prompt)
 
 
 def portions_of(running: Sequence[Running], chunk: int, num_rows: int) -> list[tuple[Running, TokenPortion]]:
@@ -267,7 +260,7 @@ def portions_of(running: Sequence[Running], chunk: int, num_rows: int) -> list[t
     found, room = [], [chunk] * num_rows
     for request in running:
         portion = request.next_portion(chunk)
-        if request.prefilling:
+        if request.num_cached < request.num_prompt:  # it has not been given its prompt
             if len(portion.tokens) > room[request.row]:
                 continue
             room[request.row] -= len(portion.tokens)
@@ -322,7 +315,7 @@ class Batcher:
         self.comm, self.tokenizer, self.context, self.separator = comm, tokenizer, context, separator
         self.max_batch, self.page_size, self.prefill_chunk = max_batch, page_size, prefill_chunk
         if num_pages is None:
-            of_one = pages_for(context, page_size)
+            of_one = ceil_div(context, page_size)
             num_pages = max(of_one, -(-max_batch // stages.plan.replicas) * of_one // 2)
         self._model = PagedModel(stages, comm, page_size)
         self._num_pages, self._pages_used = num_pages, [0] * stages.plan.replicas  # of each data rank
@@ -333,10 +326,7 @@ class Batcher:
         self._stopping = self._drains = False
         self._next_id = 0
         self._running: list[Running] = []
-        self._counts = dict.fromkeys(
-            ("tokens_generated", "prompt_tokens_done", "prompts_done", "requests_done", "requests_cancelled", "steps"),
-            0,
-        )
+        self._counts: Counter[str] = Counter()  # of `Stats`
         self._stats = self._new_stats()
 
     def submit(self, prompt_tokens: Sequence[int], sampling: Sampling, on_event: OnEvent) -> int:
@@ -358,7 +348,7 @@ class Batcher:
                 "at most: shorten it"
             )
         most = min(self.context, len(tokens) + sampling.max_tokens)
-        needed, there = pages_for(most - 1, self.page_size), self._num_pages
+        needed, there = ceil_div(most - 1, self.page_size), self._num_pages
         if needed > there:
             raise ValueError(
                 f"{len(tokens)} tokens of a prompt and max_tokens={sampling.max_tokens} need {needed} pages of "
@@ -460,7 +450,7 @@ class Batcher:
         while self._waiting and len(self._running) < self.max_batch:
             request = self._waiting[0]
             row = self._pages_used.index(min(self._pages_used))
-            needed = pages_for(request.most - 1, self.page_size)
+            needed = ceil_div(request.most - 1, self.page_size)
             if self._pages_used[row] + needed > self._num_pages:
                 return
             self._pages_used[row] += needed

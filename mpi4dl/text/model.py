@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine.runner import spread
+from mpi4dl.geometry import ceil_div
 from mpi4dl.models.experts import Experts, Router
 from mpi4dl.models.transformer import Attention, TokenEmbedding
 from mpi4dl.parallel import spatial
@@ -82,11 +83,6 @@ def pack(portions: Sequence[TokenPortion], num_rows: int, multiple: int) -> Pack
 # It grows with the request: to the pages that its tokens need, and at least to twice the pages of before, but never to
 # more than it may come to need. Each request is attended to alone, by calls whose shapes depend on nothing but itself,
 # so that it gets the same bits whatever else is in the batch.
-
-
-def pages_for(num_tokens: int, page_size: int) -> int:
-    """How many pages hold so many tokens."""
-    return -(-num_tokens // page_size)
 
 
 class Look(NamedTuple):
@@ -174,7 +170,7 @@ class LayerCache:
         size, memory = self._step.page_size, self._memory.get(look.request)
         held = 0 if memory is None else memory.shape[2]
         if memory is None or held < look.stop:
-            num_pages = min(max(pages_for(look.stop, size), 2 * held // size), pages_for(look.most, size))
+            num_pages = min(max(ceil_div(look.stop, size), 2 * held // size), ceil_div(look.most, size))
             grown = like.new_empty(2, like.shape[0], num_pages * size, like.shape[2])
             if memory is not None:
                 grown[:, :, : look.start] = memory[:, :, : look.start]
@@ -273,7 +269,7 @@ class PagedModel:
             return None
         packed = pack(portions, self.num_rows, self._row_multiple)
         self._step.begin(portions, packed)
-        self._num_logits = max(1, -(-packed.num_wanted // self._row_multiple)) * self._row_multiple
+        self._num_logits = max(1, ceil_div(packed.num_wanted, self._row_multiple)) * self._row_multiple
         self._num_tokens = packed.tokens.shape[1]
         feed = _Feed(packed, self._step, self.stages.device)
         self._executor.run(self._table, feed)

@@ -1,8 +1,7 @@
 """Options of all commands that run a trained text model: the plan, the size of the batch, and how tokens are chosen."""
 
 import json
-import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from mpi4dl.options.config import Parallel
@@ -18,53 +17,9 @@ from mpi4dl.options.kinds import (
     TEXT,
     Kind,
     choice,
+    number,
     optional,
 )
-
-LARGEST_SEED = 2**63 - 1
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the tokens of one request are chosen, and where they end.
-
-    Args:
-        max_tokens: how many are generated at most.
-        temperature: what logits are divided by; 0: always the most probable token (greedy).
-        top_k: sample among this number of most probable tokens; 0: all.
-        top_p: sample among the most probable tokens that together have at least this probability.
-        repetition_penalty: positive logits of tokens that occurred, also in the prompt, are divided by it, negative
-            ones multiplied (Keskar et al. 2019, https://arxiv.org/abs/1909.05858).
-        seed: of the request's own random numbers; None: another one each time.
-        stop: texts before which generation ends; they are not part of what is returned.
-
-    Raises:
-        ValueError: a number that is not finite or out of its range, or an empty stop string.
-    """
-
-    max_tokens: int = 128
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
-        _require("temperature", self.temperature, self.temperature >= 0, "0 (greedy) or greater")
-        _require("top_k", self.top_k, self.top_k >= 0, "0 (all tokens) or greater")
-        _require("top_p", self.top_p, 0 < self.top_p <= 1, "greater than 0 and at most 1")
-        _require("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "greater than 0")
-        if self.seed is not None:
-            _require("seed", self.seed, 0 <= self.seed <= LARGEST_SEED, f"from 0 to {LARGEST_SEED}")
-        if not all(isinstance(text, str) and text for text in self.stop):
-            raise ValueError(f"stop={self.stop!r} must be texts that are not empty")
-
-
-def _require(name: str, value: float, fits: bool, rule: str) -> None:
-    if not (fits and math.isfinite(value)):
-        raise ValueError(f"{name}={value} is not possible: it must be {rule}")
 
 
 def _stop_texts(value: Any) -> tuple[str, ...]:
@@ -74,15 +29,12 @@ def _stop_texts(value: Any) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _read_stop_texts(text: str) -> Any:
-    return json.loads(text) if text.startswith("[") else text.replace("\\n", "\n").replace("\\t", "\t")
-
-
+PROBABILITY = number("a number greater than 0 and at most 1", lambda x: 0 < x <= 1)
 STOP = Kind(
     r'a text, in which \n is a line\'s end, or several, as in ["\n\n", "class "]',
     "TEXT",
     _stop_texts,
-    read=_read_stop_texts,
+    read=lambda text: json.loads(text) if text.startswith("[") else text.replace("\\n", "\n").replace("\\t", "\t"),
     raw=list,
 )
 
@@ -116,8 +68,11 @@ class Prompts:
 
 
 @dataclass(frozen=True)
-class Choosing:
-    """How tokens are chosen, and when generation ends."""
+class Sampling:
+    """How the tokens of a request are chosen, and where they end.
+
+    Raises ValueError for what an option cannot be. Repetition penalty: Keskar et al. 2019, arXiv:1909.05858.
+    """
 
     max_tokens: int = option(
         128,
@@ -143,7 +98,7 @@ class Choosing:
     top_p: float = option(
         1.0,
         "sample among the most probable tokens with this total probability",
-        POSITIVE,
+        PROBABILITY,
         brief="sample among tokens with this total probability",
     )
     repetition_penalty: float = option(1.0, "divisor of logits of tokens that occurred", POSITIVE)
@@ -156,30 +111,25 @@ class Choosing:
     )
     stop: tuple[str, ...] = option((), "text at which generation stops", STOP)
 
-    def sampling(self, number: int = 0) -> Sampling:
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            kind, value = each.metadata["kind"], getattr(self, each.name)
+            try:
+                kind.check(kind.raw(value))
+            except ValueError:
+                raise ValueError(f"{each.name}={value!r} is not possible: it must be {kind.wanted}") from None
+
+    def of_sample(self, number: int) -> "Sampling":
         """Of sample `number` of a prompt. Raises ValueError."""
-        values = asdict(self)
-        return Sampling(**values | {"seed": None if self.seed is None else self.seed + number})
+        return self if self.seed is None else replace(self, seed=self.seed + number)
 
 
 @dataclass(frozen=True)
 class Ranks:
     """How ranks share the model and the requests."""
 
-    stages: int = option(
-        1,
-        "number of pipeline stages of the model",
-        COUNT,
-        brief="stages of layers, one behind the other",
-        known_as=same_as("pipeline-parallel-size pp pp-size"),
-    )
-    tensor: int = option(
-        1,
-        "tensor parallelism: number of ranks that share the parameters and features of each layer",
-        COUNT,
-        brief="ranks that share each layer",
-        known_as=same_as("tensor-parallel-size tp tp-size"),
-    )
+    stages: int = like(Parallel, "stages", brief="stages of layers, one behind the other")
+    tensor: int = like(Parallel, "tensor", brief="ranks that share each layer")
     data: int = option(
         1,
         "number of copies of the model that share the requests",

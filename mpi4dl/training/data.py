@@ -13,7 +13,6 @@ from mpi4dl._wording import some
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets.base import task_of
 from mpi4dl.datasets.files import DEPTHS
-from mpi4dl.datasets.listed import ListedFiles
 from mpi4dl.datasets.split import Named, in_whole
 from mpi4dl.datasets.transform import Fit
 from mpi4dl.options.declare import ConfigError
@@ -103,14 +102,14 @@ def open_images(comm: Communicator, source: DataSource, run: Run | None = None) 
     training, validation = open_pair(comm, lambda: source.open(known))
     for part in (training, validation):
         measure_stains(comm, part)
-    described = None
-    with comm.together((ValueError, OSError)):
-        if comm.rank == 0:
-            fit, remarks, largest = _describe(source, training, validation, recorded)
-            if run is not None:
-                remarks += tuple(map(datasets.printable, RunSamples.of(training, validation).in_two_parts()))
-            described = fit, remarks, largest
-    return Images(training, validation, *comm.broadcast_object(described))
+
+    def described() -> tuple[Any, ...]:
+        fit, remarks, largest = _describe(source, training, validation, recorded)
+        if run is not None:
+            remarks += tuple(map(datasets.printable, RunSamples.of(training, validation).in_two_parts()))
+        return fit, remarks, largest
+
+    return Images(training, validation, *comm.from_first(described))
 
 
 def open_alone(source: DataSource) -> Images:
@@ -147,7 +146,7 @@ def shared(comm: Communicator, open_pair: Callable[[], Pair]) -> Pair:
     with comm.together(kinds):
         if [array.digest() for array in _arrays(pair)] != digests:
             raise datasets.DatasetError(f"the images {who} are not those of rank 0: all ranks must see the same files")
-    for folder in _folders(pair):
+    for folder in (files for whole in wholes(pair) for files in whole.lists()):
         with comm.together(kinds):
             mine = folder.prints(slice(comm.rank, None, comm.size), who)
         prints: list[int | None] = [None] * len(folder)
@@ -227,10 +226,6 @@ def _each(comm: Communicator, open_pair: Callable[[], Pair]) -> Pair:
 
 def _arrays(pair: Pair) -> list[Any]:
     return [whole for whole in wholes(pair) if whole.in_memory]
-
-
-def _folders(pair: Pair) -> list[ListedFiles]:
-    return [files for whole in wholes(pair) for files in whole.lists()]
 
 
 def _describe(

@@ -37,10 +37,7 @@ def fastest_plan(parallel: Parallel, comm: Communicator, work: Callable[[], Work
         require_open(parallel)
         device = comm.node.device(parallel.device)
     places = comm.all_gather_object(place_of(device))
-    with comm.together((ValueError, OSError)):
-        found = choose(work(), places, comm.node.local_size) if comm.rank == 0 else None
-    chosen: FastestPlan = comm.broadcast_object(found)
-    return chosen
+    return comm.from_first(lambda: choose(work(), places, comm.node.local_size))
 
 
 def require_open(parallel: Parallel) -> None:

@@ -27,9 +27,9 @@ from mpi4dl.runs.folder import default_path
 from mpi4dl.runs.samples import FILE as SAMPLES
 from mpi4dl.runs.samples import RunSamples
 from mpi4dl.training.data import Images
-from mpi4dl.training.resuming import command_to_go_on, files_of
+from mpi4dl.training.resuming import files_of
 from mpi4dl.training.run import fit
-from mpi4dl.training.setup import open_samples, set_up
+from mpi4dl.training.setup import command_to_go_on, open_samples, set_up
 
 
 def train_folds(comm: Communicator, config: Config, spell: Callable[[str], str], argv: Sequence[str]) -> Path | None:
@@ -44,13 +44,9 @@ def train_folds(comm: Communicator, config: Config, spell: Callable[[str], str],
         comm.agree(f"`resume` {run.resume}: `fold` all continues in `run_folder` by `resume` auto")
     asked = None if comm.rank else run.run_folder or str(default_path(config.model_name, datetime.now()))
     folder, num_folds = Path(comm.broadcast_object(asked)), chosen.folds or 0
-    found: tuple[Config, set[int]] = config, set()
+    done: set[int] = set()
     if run.resume == "auto":
-        with comm.together((ValueError, OSError)):
-            if comm.rank == 0:
-                found = _as_trained(config, fold_folders(folder))
-        found = comm.broadcast_object(found)
-    config, done = found
+        config, done = comm.from_first(lambda: _as_trained(config, fold_folders(folder)))
     for fold in range(num_folds):
         path = folder / f"fold_{fold}"
         if fold in done:

@@ -7,9 +7,7 @@ A record in the folder of the measurements holds a plan's command, its estimate,
 failed. A command with enough turns is not run again. The first step of a training does not count.
 """
 
-import csv
 import hashlib
-import io
 import json
 import os
 import re
@@ -34,7 +32,8 @@ from mpi4dl._wording import counted, to_install
 from mpi4dl.estimate.plan_options import Measuring
 from mpi4dl.options.config import ConfigError, parse, shared_options
 from mpi4dl.options.declare import flags_for
-from mpi4dl.runs.folder import METRICS
+from mpi4dl.results.formats import table
+from mpi4dl.results.names import METRICS
 
 if TYPE_CHECKING:
     from mpi4dl.estimate.plan_estimate import PlanEstimate
@@ -165,11 +164,8 @@ def publish(records: Mapping[int, Record], folder: Path) -> None:
     for path in folder.glob("*.json"):
         with suppress(OSError, ValueError, TypeError, KeyError):
             rows.append(Record(**parse_json(read_regular(path))).row())
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(sorted(rows, key=lambda row: -row.get("samples_per_second", 0.0)))
-    write_durably(folder / "plans.csv", text.getvalue().encode())
+    rows.sort(key=lambda row: -row.get("samples_per_second", 0.0))
+    write_durably(folder / "plans.csv", table(COLUMNS, rows))
     with suppress(ImportError):
         draw({n: each for n, each in records.items() if each.turns}, folder / "plans.png")
 

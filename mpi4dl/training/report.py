@@ -4,8 +4,8 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -131,7 +131,7 @@ class StepReport:
                 f"step {self.step}" if num_steps is None else f"step {self.step} of {num_steps}",
                 f"epoch {self.epoch}",
                 f"loss {self.loss:#.4g}",
-                f"{_rate(rate)} {what}",
+                f"{rate:{'.3g' if rate < 1 else '.1f'}} {what}",  # huge images take long
                 f"data wait {100 * self.data_wait:.1f} %",
                 f"comm wait {100 * self.comm_wait:.1f} %",
                 f"peak memory {self.peak_memory_bytes / MEBIBYTE:.0f} MiB",
@@ -237,12 +237,7 @@ def summary(evaluation: Any, monitor: str, num_steps: int, earlier: int, seconds
     return f"{result}{counted(num_steps - earlier, 'step')} in {seconds:.0f} s{after}{skipped}"
 
 
-def _rate(per_second: float) -> str:
-    """One decimal, but three digits of a rate that is below 1: huge images take long."""
-    return f"{per_second:.3g}" if per_second < 1 else f"{per_second:.1f}"
-
-
-class Reporter:
+class Reporter(AbstractContextManager["Reporter"]):
     """Where the reports of a run go; make one on rank 0 only, and close it, best by `with`.
 
     Every report is one line on standard output and in rank 0's log. If standard error is a terminal, a progress bar
@@ -260,7 +255,12 @@ class Reporter:
         noun: str = "image",
     ) -> None:
         self._metrics, self._noun = Lines(folder.path / METRICS), noun
-        self._writer: Any = _summary_writer(folder, first_step) if tensorboard else None
+        self._writer: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            purged = first_step + 1 if first_step else None
+            self._writer = SummaryWriter(str(folder.path), flush_secs=FLUSH_SECONDS, purge_step=purged)
         self._bar = ProgressBar(total_steps, "step", first_step, seconds=QUIET_SECONDS)
         self._total_steps, self._classes = total_steps, classes
         self._first: tuple[int, float] | None = None  # the first step that was finished, and when
@@ -331,12 +331,7 @@ class Reporter:
             self._writer.close()
         self._metrics.close()
 
-    def __enter__(self) -> "Reporter":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _report(self, phase: str, report: StepReport | ValidationReport, line: str) -> None:
@@ -344,7 +339,8 @@ class Reporter:
         values |= values.pop("metrics", {})
         if not values.get("best", True):
             del values["best"]
-        values |= numbered("learning_rate", values.pop("learning_rate", ()))
+        rates = values.pop("learning_rate", ())
+        values |= {"learning_rate" if len(rates) == 1 else f"learning_rate/{i}": rate for i, rate in enumerate(rates)}
         self._metrics.append(as_line({"phase": phase} | values))
         if self._writer is not None:
             for name, value in values.items():
@@ -353,17 +349,6 @@ class Reporter:
                 elif isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple):
                     self.figure(f"{phase}/{name}", confusion_picture(value, self._classes), report.step)
         self.say(line)
-
-
-def numbered(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Several numbers by name, each with its number, unless it is alone."""
-    return {name if len(values) == 1 else f"{name}/{i}": value for i, value in enumerate(values)}
-
-
-def _summary_writer(folder: RunFolder, first_step: int) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder.path), flush_secs=FLUSH_SECONDS, purge_step=first_step + 1 if first_step else None)
 
 
 # How the experts of a model are used in the last microbatch of a step, for each layer.
@@ -405,7 +390,10 @@ class ExpertUse:
 
 def expert_use(engine: Engine) -> ExpertUse | None:
     """How experts were used in the last microbatch; None for a model that has none of ours. Collective."""
-    own = {name: _counts(router) for name, router in _routers(engine) if router.last is not None}
+    from mpi4dl.models.experts import Router
+
+    modules = [pair for module in engine.stages.modules_of.values() for pair in module.named_modules()]
+    own = {name: _counts(each) for name, each in modules if isinstance(each, Router) and each.last is not None}
     found: dict[str, Tensor] = {}
     for each in engine.comm.all_gather_object(own):
         for name, counts in each.items():
@@ -421,13 +409,6 @@ def expert_use(engine: Engine) -> ExpertUse | None:
         dropped += missed / max(chosen + missed, 1.0) / len(found)
         entropy += surprise / max(tokens, 1.0) / len(found)
     return ExpertUse(loads, dropped, entropy)
-
-
-def _routers(engine: Engine) -> "list[tuple[str, Router]]":
-    from mpi4dl.models.experts import Router
-
-    modules = [pair for module in engine.stages.modules_of.values() for pair in module.named_modules()]
-    return [(name, module) for name, module in modules if isinstance(module, Router)]
 
 
 def _counts(router: "Router") -> Tensor:

@@ -1,8 +1,8 @@
 """The folder of a run, and the checkpoint from which it resumes: the meaning of `resume`."""
 
-import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from math import nan, prod
 from pathlib import Path
@@ -10,9 +10,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from mpi4dl._files import checksum
+from mpi4dl._numbers import Damaged, typed
 from mpi4dl.checkpoints import Checkpoints
 from mpi4dl.checkpoints.checkpoints import refusing
-from mpi4dl.checkpoints.json_values import Damaged, JsonValue, Unreadable, decode, unlike
+from mpi4dl.checkpoints.json_values import Unreadable, unlike
 from mpi4dl.checkpoints.manifest import MODEL, STATE, candidates_at
 from mpi4dl.checkpoints.saved import Saved, newest_whole
 from mpi4dl.comm import Communicator, Refusal
@@ -75,10 +76,7 @@ def find_origin(comm: Communicator, run: Run, model: str) -> Origin:
 
     Raises Refusal for what is not there.
     """
-    found = None
-    with comm.together((ConfigError, OSError)):
-        found = _find(run, model, datetime.now()) if comm.rank == 0 else None
-    return comm.broadcast_object(found)
+    return comm.from_first(lambda: _find(run, model, datetime.now()), (ConfigError, OSError))
 
 
 def _find(run: Run, model: str, now: datetime) -> Origin:
@@ -111,25 +109,16 @@ def options_before(comm: Communicator, run: Run, plan: Plan | None = None) -> Ma
     if comm.rank == 0 and run.resume != "none":
         with suppress(ConfigError, OSError):
             known = _options_of(_find(run, "", datetime.now()).candidates, plan) or {}
-    found: Mapping[str, str] = comm.broadcast_object(known)
-    return found
+    return comm.broadcast_object(known)
 
 
 def _options_of(checkpoints: Sequence[Path], plan: Plan | None = None) -> dict[str, str] | None:
     """The options of the first checkpoint that can be read; None if it is not by `plan`."""
     for checkpoint in checkpoints:
         with suppress(OSError, Damaged, Unreadable), Saved(checkpoint) as saved:
-            options = JsonValue(saved.extra, str(checkpoint)).at("options").entries()
-            found = {name: value.text() for name, value in options.items()}
-            return found if plan is None or plan.is_told_by(saved.plan) else None
+            found: dict[str, str] = typed(dict[str, str], saved.extra.get("options"), str(checkpoint))
+            return found if plan is None or plan.is_told_by(saved.state.plan) else None
     return None
-
-
-def lock(comm: Communicator, origin: Origin) -> None:
-    """Keep other jobs from writing into the run's folder. Collective. Raises Refusal if one does already."""
-    with comm.together():
-        if comm.rank == 0:
-            origin.folder.lock()
 
 
 def choose(comm: Communicator, origin: Origin, checkpoints: Checkpoints | None) -> tuple[Path | None, list[str]]:
@@ -167,6 +156,25 @@ def record(
     origin.folder.path = comm.broadcast_object(origin.folder.path)
 
 
+@dataclass(frozen=True)
+class LastEvaluation:
+    """An `Evaluation`, without its metrics."""
+
+    loss: float
+    accuracy: float | None
+    count: int
+
+
+class BestSoFar(NamedTuple):
+    """The state of `training.run.Best`."""
+
+    monitor: str
+    mode: str
+    value: float | None
+    step: int
+    since: int
+
+
 class Progress(NamedTuple):
     """The state of a run of the training command besides the engine's: see `TrainingRun.state`."""
 
@@ -174,57 +182,24 @@ class Progress(NamedTuple):
     batch: int
     losses: list[float]
     skipped: list[str]
-    evaluation: dict[str, Any] | None
+    evaluation: LastEvaluation | None
     scheduler: dict[str, Any] | None
     metrics_bytes: int
     options: Mapping[str, str]
     due: bool = False
-    best: dict[str, Any] | None = None
+    best: BestSoFar | None = None
     callbacks: Mapping[str, Any] = MappingProxyType({})
 
     @classmethod
     def at(cls, checkpoint: Path) -> "Progress":
         """That of a checkpoint, which was found whole. Raises Refusal, alike on all ranks, for one of another loop."""
         with Saved(checkpoint) as saved:
-            extra = JsonValue(saved.extra, f"{checkpoint}: {STATE}: 'extra'")
-        if "options" not in extra.entries():
+            extra = saved.extra
+        if "options" not in extra:
             raise Refusal(f"{checkpoint} was not written by mpi4dl train: load it with mpi4dl.checkpoints.load")
-        try:
-            return cls(
-                extra.at("epoch").integer(),
-                extra.at("batch").integer(),
-                [loss.number() for loss in extra.at("losses").items()],
-                [name.text() for name in extra.at("skipped").items()],
-                extra.at("evaluation").optional(_evaluation),
-                extra.at("scheduler").optional(
-                    lambda node: {name: each.plain for name, each in node.entries().items()}
-                ),
-                extra.at("metrics_bytes").integer(),
-                {name: value.text() for name, value in extra.at("options").entries().items()},
-                extra.at("due").flag(),
-                extra.at("best").optional(_best) if "best" in extra.entries() else None,
-                decode(extra.at("callbacks")) if "callbacks" in extra.entries() else {},
-            )
-        except Damaged as problem:
-            raise Refusal(str(problem)) from None
-
-
-def _best(node: JsonValue) -> dict[str, Any]:
-    return {
-        "monitor": node.at("monitor").text(),
-        "mode": node.at("mode").text(),
-        "value": node.at("value").optional(JsonValue.number),
-        "step": node.at("step").integer(),
-        "since": node.at("since").integer(),
-    }
-
-
-def _evaluation(node: JsonValue) -> dict[str, Any]:
-    return {
-        "loss": node.at("loss").number(),
-        "accuracy": node.at("accuracy").optional(JsonValue.number),
-        "count": node.at("count").integer(),
-    }
+        with refusing():
+            found: Progress = typed(cls, extra, f"{checkpoint}: {STATE}: 'extra'")
+        return found
 
 
 def options_to_compare(options: Mapping[str, str], num_images: int, counts: Sequence[int] = ()) -> dict[str, str]:
@@ -312,17 +287,3 @@ def require_fit(checkpoint: Path, there: Progress, scheduler: Any, num_batches: 
         problem = unlike(there.scheduler or {}, scheduler.state_dict())
     if problem is not None:
         raise Refusal(f"{checkpoint} does not fit: {problem}")
-
-
-def command_to_go_on(num_ranks: int, argv: Sequence[str], folder: Path) -> str:
-    """The command that continues this run."""
-    words, position = [], 0
-    while position < len(argv):
-        name, equals, _ = argv[position].partition("=")
-        if name in ("--resume", "--run-folder"):
-            position += 1 if equals else 2
-            continue
-        words.append(argv[position])
-        position += 1
-    words += ["--run-folder", str(folder), "--resume", "auto"]
-    return shlex.join(["mpirun", "-n", str(num_ranks), "python", "-m", "mpi4dl.train", *words])

@@ -39,8 +39,8 @@ from mpi4dl.training.report import (
     summary,
     title,
 )
-from mpi4dl.training.resuming import contents_of, options_to_compare
-from mpi4dl.training.setup import Setup, told_before
+from mpi4dl.training.resuming import BestSoFar, contents_of, options_to_compare
+from mpi4dl.training.setup import Setup, command_to_go_on, told_before
 from mpi4dl.training.tensorboard import Painter, Showing, remember
 
 
@@ -129,29 +129,22 @@ class Best:
         after = counted(self.since, "validation")
         return f"val_{self.monitor} was best, {self.value:.6g}, at step {self.step}; {after} since then no better"
 
-    def state(self) -> dict[str, Any]:
-        value = None if math.isnan(self.value) else self.value
-        mode = "max" if self.higher_is_better else "min"
-        return {"monitor": self.monitor, "mode": mode, "value": value, "step": self.step, "since": self.since}
+    @property
+    def _mode(self) -> str:
+        return "max" if self.higher_is_better else "min"
 
-    def go_on(self, state: dict[str, Any] | None) -> None:
+    def state(self) -> BestSoFar:
+        value = None if math.isnan(self.value) else self.value
+        return BestSoFar(self.monitor, self._mode, value, self.step, self.since)
+
+    def go_on(self, state: BestSoFar | None) -> None:
         """Take up from a checkpoint, if that monitored the same, in the same direction."""
-        if state is None or state["monitor"] != self.monitor:
-            return
-        if state["mode"] == ("max" if self.higher_is_better else "min"):
-            self.value = math.nan if state["value"] is None else state["value"]
-            self.step, self.since = state["step"], state["since"]
+        if state is not None and (state.monitor, state.mode) == (self.monitor, self._mode):
+            self.value = math.nan if state.value is None else state.value
+            self.step, self.since = state.step, state.since
 
 
 CROWDED = 0.15  # of the time that a rank waited for a core in its first steps
-
-
-def crowded(rank: int, share: float, threads: int) -> str:
-    """The warning about a rank that waited for a core for this share of the time."""
-    return (
-        f"rank {rank} waited {100 * share:.0f} % of the time for a core: other programs use the cores that its "
-        f"{threads} threads are for, and its threads wait for each other in each layer; `threads` 1 may be faster"
-    )
 
 
 class TrainingRun:
@@ -194,7 +187,9 @@ class TrainingRun:
         self.folder = origin.folder
         closing.callback(self.folder.unlock)
         if origin.in_place:
-            resuming.lock(comm, origin)
+            with comm.together():
+                if comm.rank == 0:
+                    self.folder.lock()
             self.checkpoints = self.open_checkpoints()
         source, remarks = resuming.choose(comm, origin, self.checkpoints)
         metrics_bytes = 0 if source is None else self.go_on(source, remarks)
@@ -264,7 +259,7 @@ class TrainingRun:
         for name, callback in self.named_callbacks("load_state_dict"):
             if name in there.callbacks:
                 callback.load_state_dict(there.callbacks[name])
-        self.evaluation = None if there.evaluation is None else Evaluation(**there.evaluation)
+        self.evaluation = None if there.evaluation is None else Evaluation(**vars(there.evaluation))
         if self.best is not None:
             self.best.go_on(there.best)
         if self.schedule.scheduler is not None:
@@ -282,7 +277,7 @@ class TrainingRun:
             "losses": self.interval.losses,
             "skipped": sorted(self.bad_images.known),
             "evaluation": self.evaluation and asdict(self.evaluation),
-            "best": self.best and self.best.state(),
+            "best": self.best and self.best.state()._asdict(),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "metrics_bytes": self.folder.metrics_bytes,
             "options": self.options,
@@ -478,7 +473,11 @@ class TrainingRun:
             share = (waited - self.waited_for_cores) / (time.perf_counter() - self.began_steps)
         worst, rank = max(zip(self.comm.all_gather_object(share), range(self.comm.size), strict=True))
         if worst > CROWDED:
-            self.say(crowded(rank, worst, threads))
+            self.say(
+                f"rank {rank} waited {100 * worst:.0f} % of the time for a core: other programs use the cores that its "
+                f"{threads} threads are for, and its threads wait for each other in each layer; `threads` 1 may be "
+                "faster"
+            )
 
     def new_interval(self, losses: Sequence[float] = ()) -> LogInterval:
         return LogInterval(self.engine, self.training, losses, self.source.tokens)
@@ -510,7 +509,7 @@ class TrainingRun:
         self.save()
         assert self.checkpoints is not None
         self.checkpoints.wait()
-        command = resuming.command_to_go_on(self.comm.size, self.argv, self.folder.path)
+        command = command_to_go_on(self.comm.size, self.argv, self.folder.path)
         return f"{self.engine.num_steps} of {self.num_steps}; resume with: {command}"
 
     def validate(self, epoch: int) -> None:

@@ -9,6 +9,7 @@ sum with what it has.
 A run that is small by a generous guess is not counted, and imports nothing that counts.
 """
 
+import inspect
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -32,9 +33,10 @@ from mpi4dl.models.registry import described
 from mpi4dl.options import build
 from mpi4dl.options.build import TrainingSpec
 from mpi4dl.options.config import OF_THE_TASK, Config, ConfigError, facts, shared_options, to_toml
-from mpi4dl.options.declare import flags_for, value_of, with_options, with_values
+from mpi4dl.options.declare import flags_for, saying, value_of, with_options, with_values, without_flags
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.optimizers import Schedule, build_optimizer, build_schedule, groups_of
+from mpi4dl.options.parts import call, load
 from mpi4dl.options.sections.data import MEASURED
 from mpi4dl.options.sources import TextSource, in_folder_of_fold, source_of, with_frame
 from mpi4dl.options.tasks import BALANCED, Monitor, build_metrics, build_task, monitored, with_class_weights, with_task
@@ -177,7 +179,8 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
         return [read.box for read in engine.reads(num_samples, own_or(sizes, config.data.image_size), training)]
 
     with comm.together((ValueError,)):
-        callbacks = build.build_callbacks(config.run.callbacks)
+        made = [load("callbacks", part) for part in config.run.callbacks]
+        callbacks = [call("callbacks", part) if inspect.isclass(part) else part for part in made]
         loaders = source_of(config).loaders(images, boxes, partial(boxes, training=False))
         schedule.begin(build.number_of_steps(config.training, len(loaders[0])))
     start_clock.end("engine")
@@ -362,10 +365,15 @@ def as_it_was_cut(comm: Communicator, config: Config, plan: Plan) -> Config:
 
 def with_its_own(config: Config, before: Mapping[str, str], checkpoint: Path) -> Config:
     """The configuration by which a run goes on, with what its checkpoint knows better. Raises ConfigError."""
-    try:
+    with saying(f"{checkpoint}: {STATE}"):
         return with_options(config, {name: before[name] for name in FROM_CHECKPOINT if name in before})
-    except ConfigError as problem:
-        raise ConfigError(f"{checkpoint}: {STATE}: {problem}") from None
+
+
+def command_to_go_on(num_ranks: int, argv: Sequence[str], folder: Path) -> str:
+    """The command that continues a run."""
+    words = without_flags(Config, argv, ("run_folder", "resume"))
+    start = ["mpirun", "-n", str(num_ranks), "python", "-m", "mpi4dl.train"]
+    return shlex.join([*start, *words, "--run-folder", str(folder), "--resume", "auto"])
 
 
 SMALL = 0.25  # of the memory: a run that needs no more by a generous guess is not looked at

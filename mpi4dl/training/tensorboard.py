@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,9 +25,6 @@ from mpi4dl.tasks.formulas import main_output
 from mpi4dl.tasks.metrics import THRESHOLD
 from mpi4dl.tasks.task import Task
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 CELL_PX, LETTER_PX, MARGIN_PX = 44, 13, 6
 MOST_LETTERS = 18
 MOST_CLASSES = 40  # of a matrix that is drawn
@@ -37,12 +34,11 @@ def _short(name: str) -> str:
     return name if len(name) <= MOST_LETTERS else name[: MOST_LETTERS - 3] + "..."
 
 
-def confusion_picture(matrix: "Sequence[Sequence[float]] | Tensor", classes: Sequence[str]) -> Any:
+def confusion_picture(matrix: Sequence[Sequence[float]] | Tensor, classes: Sequence[str]) -> Any:
     """An array (H, W, 3) of bytes: rows are the classes that samples have, columns those they were taken for.
 
     The darker, the larger the share of a row. None of a matrix of too many classes to be read.
     """
-    import numpy as np
     from PIL import Image, ImageDraw, ImageFont
 
     rows = [[float(value) for value in row] for row in matrix]
@@ -71,13 +67,11 @@ def confusion_picture(matrix: "Sequence[Sequence[float]] | Tensor", classes: Seq
     return np.asarray(image)
 
 
-def overlaid(images_NCHW: "Tensor", true_NHW: "Tensor", predicted_NHW: "Tensor") -> Any:
+def overlaid(images_NCHW: Tensor, true_NHW: Tensor, predicted_NHW: Tensor) -> Any:
     """An array (H, W, 3) of bytes: a row for each image, of the image, its mask over it, and the predicted one.
 
     Masks have numbers of classes, of which 0 and negative ones stay uncoloured.
     """
-    import numpy as np
-
     pixels = (images_NCHW.detach().float().cpu().clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).numpy()
     pixels = pixels.repeat(3, axis=3) if pixels.shape[3] == 1 else pixels
     colours = np.frombuffer(of_classes(256), np.uint8).reshape(-1, 3)
@@ -91,9 +85,8 @@ def overlaid(images_NCHW: "Tensor", true_NHW: "Tensor", predicted_NHW: "Tensor")
     return np.concatenate(rows) if rows else None
 
 
-def captioned(images_NCHW: "Tensor", labels: Sequence[str], predictions: Sequence[str]) -> Any:
+def captioned(images_NCHW: Tensor, labels: Sequence[str], predictions: Sequence[str]) -> Any:
     """An array (H, W, 3) of bytes: a few images with values 0 to 1 side by side, each with label and prediction."""
-    import numpy as np
     from PIL import Image, ImageDraw, ImageFont
 
     font, line = ImageFont.load_default(LETTER_PX), LETTER_PX + 5

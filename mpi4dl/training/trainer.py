@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4dl.comm import Communicator, world
 from mpi4dl.engine import Engine, Evaluation, StepResult
-from mpi4dl.options.config import from_python
+from mpi4dl.options.config import Config
+from mpi4dl.options.declare import from_keywords
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.training.run import fit
 from mpi4dl.training.setup import set_up
@@ -43,7 +44,7 @@ class Trainer:
     def __init__(self, *, comm: Communicator | None = None, **options: Any) -> None:
         comm = world() if comm is None else comm
         with comm.together((ValueError,)):
-            config = from_python(options)
+            config = from_keywords(Config, options)
         self._setup = set_up(config, comm)
         self.comm, self.config = comm, self._setup.config
 

@@ -36,6 +36,7 @@ MOST_THREADS = 4
 CLIENT_GONE = 499
 LONGEST_PATH = 200
 JSON = "application/json"
+TOLD = ("patient", "label", "prediction", "probability", "loss", "wrong", "error")  # of each slide
 PAGE = "page.html"
 STATIC = {
     PAGE: "text/html; charset=utf-8",
@@ -149,20 +150,10 @@ def make_app(results: SlideResults, hosts: Collection[str] = ()) -> ASGIApp:
 
 def _listing(results: SlideResults, made: Mapping[int, int]) -> dict[str, Any]:
     slides = [
-        {
-            "name": printable(slide.name),
-            "patient": slide.patient,
-            "label": slide.label,
-            "prediction": slide.prediction,
-            "probability": slide.probability,
-            "loss": slide.loss,
-            "wrong": slide.wrong,
-            "error": slide.error,
-            "map": slide.map is not None,
-            "annotations": slide.annotation is not None,
-            "classes": slide.classes is not None,
-            "made": made.get(number),
-        }
+        {name: getattr(slide, name) for name in TOLD}
+        | {"name": printable(slide.name), "made": made.get(number)}
+        | {"map": slide.map is not None, "annotations": slide.annotation is not None}
+        | {"classes": slide.classes is not None}
         for number, slide in enumerate(results.slides)
     ]
     return {"title": results.title, "remarks": results.remarks, "colours": LOADS, "kinds": CURVES, "slides": slides}

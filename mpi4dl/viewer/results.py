@@ -134,8 +134,7 @@ def _recorded(predicted: Path | None, evaluated: Path | None) -> Record:
     if slides or evaluated is None:
         return slides
     about = SavedEvaluation(evaluated).told
-    found: Record = about.get(KEY) or {"root": about.get("root")}
-    return found
+    return about.get(KEY) or {"root": about.get("root")}
 
 
 def _newest(found: Sequence[Path], what: str, remarks: list[str]) -> Path | None:
@@ -281,6 +280,12 @@ def _viewed(name: str, record: Record, place: _Place, predicted: Path | None, mp
         prediction = f"Dice {alike:.3f}"
     if predicted is not None and not numbers and _text(prediction).startswith(f"{IMAGES}/"):
         made, prediction = below(predicted, str(prediction)), None
+    heat = classes = None
+    if predicted is not None:
+        heat = next((below(predicted, each) for each in record.get("maps", ()) if each.endswith(GEOJSON)), None)
+        mask = str(record.get("mask"))
+        beside = below(predicted, f"{mask.removesuffix(CLASS_MAP)}{GEOJSON}") if mask.endswith(CLASS_MAP) else None
+        classes = beside if beside is not None and beside.is_file() else None
     error, path = _text(record.get("error")), place.file(name)
     if not is_below(name):
         error = "its name leads out of the folder of slides, and is not followed"
@@ -294,28 +299,14 @@ def _viewed(name: str, record: Record, place: _Place, predicted: Path | None, mp
         number_in(_loss(label, prediction, numbers) if alike is None else 1 - alike),
         _text(label) != _text(prediction) if isinstance(prediction, str) and numbers and label is not None else None,
         error,
-        None if predicted is None else _map_of(record, predicted),
+        heat,
         place.annotation(name),
-        None if predicted is None else _classes_of(record, predicted),
+        classes,
         place.in_bounds,
         table_mpp or mpp or place.assumed_mpp(name),
         made,
         made is not None and not place.of_slides,
     )
-
-
-def _map_of(record: Record, folder: Path) -> Path | None:
-    """The GeoJSON of a slide's heat map. Raises DamagedResult for a place outside."""
-    return next((below(folder, each) for each in record.get("maps", ()) if each.endswith(GEOJSON)), None)
-
-
-def _classes_of(record: Record, folder: Path) -> Path | None:
-    """The GeoJSON of a slide's class map, which is beside the map. Raises DamagedResult for a place outside."""
-    mask = str(record.get("mask"))
-    if not mask.endswith(CLASS_MAP):
-        return None
-    found = below(folder, f"{mask.removesuffix(CLASS_MAP)}{GEOJSON}")
-    return found if found.is_file() else None
 
 
 def _loss(label: Any, prediction: Any, probabilities: Mapping[str, float]) -> float | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mpi4dl.checkpoints.json_values import encode, random_state
+from mpi4dl.checkpoints.json_values import SavedRandomness, encode
 from mpi4dl.checkpoints.manifest import (
     FILES,
     MANIFEST,
@@ -47,7 +47,8 @@ def job(step: int, rank: int, num_ranks: int = NUM_RANKS, extra: Mapping[str, An
         "optimizer": {"class": "SGD", "groups": [{"lr": 0.1, "betas": encode((0.9, 1))}], "slots": slots_of(optimizer)},
         "extra": encode({} if extra is None else extra),
     }
-    return Job(step, {MODEL: (model, pieces), OPTIMIZER: (optimizer, momentum)}, state, random_state() | {"norms": []})
+    mine = SavedRandomness.now()._asdict() | {"norms": []}
+    return Job(step, {MODEL: (model, pieces), OPTIMIZER: (optimizer, momentum)}, state, mine)
 
 
 def start(folder: Path, step: int, keep: int = 2, **options: Any) -> list[Writing]:

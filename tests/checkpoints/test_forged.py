@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from mpi4dl._numbers import Damaged
 from mpi4dl.checkpoints import Checkpoints, load
-from mpi4dl.checkpoints.json_values import Damaged
 from mpi4dl.checkpoints.manifest import MANIFEST, MODEL, OPTIMIZER, STATE
 from mpi4dl.checkpoints.saved import check
 from mpi4dl.comm import Communicator, Refusal
@@ -185,10 +185,13 @@ CASES: list[tuple[Edit, str]] = [
     (header(STATE, "seed", to=10**4000), "state.json cannot be read: a number of 4001 digits is too large"),
     (header(STATE, "scaler", "scale", to=float("nan")), "state.json cannot be read: NaN is no number of JSON"),
     (header(STATE, "step", to=8), "state.json is of step 8"),
-    (header(STATE, "ranks", 0, "numpy", 2, to=10**6), "'numpy' is ['MT19937', "),
-    (header(STATE, "ranks", 1, "numpy", 1, to=""), "'numpy' is ['MT19937', '', "),
-    (header(STATE, "ranks", 1, "numpy", 1, to="AAAA" * 900), "'numpy' is ['MT19937', 'AAAA"),
-    (header(STATE, "ranks", 2, "torch", to="AAAA"), "'torch' is 'AAAA', but must be the state of a generator"),
+    (header(STATE, "ranks", 0, "numpy", 2, to=10**6), "'numpy'[2] is 1000000, but must be a place"),
+    (header(STATE, "ranks", 1, "numpy", 1, to=""), "'ranks'[1]: no generator of random"),
+    (
+        header(STATE, "ranks", 1, "numpy", 1, to="AAAA" * 900),
+        "'ranks'[1]: no generator of random",
+    ),
+    (header(STATE, "ranks", 2, "torch", to="AAAA"), "'ranks'[2]: no generator of random"),
     (header(MANIFEST, "files", "../../x", to=[0, []]), "manifest.json names '../../x'"),
     (header(MANIFEST, "files", MODEL, 1, to=[]), "has no checksum of all of model.safetensors: byte 0 of"),
 ]

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpi4dl.checkpoints.json_values import DEEPEST, LARGEST, MOST_LEVELS, Damaged, decode, encode, parse
+from mpi4dl._numbers import Damaged
+from mpi4dl.checkpoints.json_values import DEEPEST, LARGEST, MOST_LEVELS, decode, encode, parse
 from tests.support.brute_force import patient
 
 LEAVES = st.none() | st.booleans() | st.integers(-LARGEST, LARGEST) | st.floats(allow_nan=False) | st.text(max_size=5)
@@ -28,7 +29,7 @@ NESTS = st.recursive(
 
 
 def there_and_back(value: Any) -> Any:
-    return decode(parse(json.dumps(encode(value), allow_nan=False).encode(), "file"))
+    return decode(parse(json.dumps(encode(value), allow_nan=False).encode(), "file"), "file")
 
 
 @patient
@@ -108,7 +109,7 @@ FORGED = [
 @pytest.mark.parametrize("plain", FORGED, ids=json.dumps)
 def test_what_nobody_encoded_is_damaged(plain: Any) -> None:
     with pytest.raises(Damaged, match=r"^file: 'a'.* must be |^file: 'a'.* has no "):
-        decode(parse(json.dumps({"a": plain}).encode(), "file"))
+        decode(parse(json.dumps({"a": plain}).encode(), "file"), "file")
 
 
 SCHEDULERS: list[tuple[str, dict[str, Any]]] = [

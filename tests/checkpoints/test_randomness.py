@@ -6,7 +6,8 @@ import random
 import numpy as np
 import torch
 
-from mpi4dl.checkpoints.json_values import random_state, set_random_state
+from mpi4dl._numbers import typed
+from mpi4dl.checkpoints.json_values import SavedRandomness
 
 
 def draw() -> list[float]:
@@ -18,8 +19,8 @@ def draw() -> list[float]:
 def test_each_goes_on_with_what_it_would_have_drawn() -> None:
     torch.manual_seed(1)
     draw()
-    state = json.loads(json.dumps(random_state()))
+    state = json.loads(json.dumps(SavedRandomness.now()._asdict()))
     expected = draw(), draw()
     assert not set(expected[0]) & set(expected[1])
-    set_random_state(state)
+    typed(SavedRandomness, state, "state").states("state").put()
     assert (draw(), draw()) == expected

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mpi4dl._files import write_durably
+from mpi4dl._numbers import Damaged
 from mpi4dl.checkpoints import storage
-from mpi4dl.checkpoints.json_values import Damaged
 from mpi4dl.checkpoints.storage import DTYPES, Range, Reader, Spec, StorageLayout, uncovered, verify, write
 from mpi4dl.parallel.replicas.buckets import Shard
 from tests.checkpoints.made import flip

@@ -65,7 +65,7 @@ DAMAGES: list[tuple[str, Callable[[Path], Any], str]] = [
         lambda path: path.write_text(path.read_text().replace("184", "185")),
         "manifest.json is not as it was written",
     ),
-    (MANIFEST, lambda path: path.write_text("[]"), r"manifest.json is \[\], but must be an object"),
+    (MANIFEST, lambda path: path.write_text("[]"), r"manifest.json is \[\], but must be an object, or a list of 3"),
     (STATE, lambda path: (path.unlink(), path.mkdir()), "state.json is missing"),
 ]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpi4dl.checkpoints.json_values import random_state, set_random_state
+from mpi4dl.checkpoints.json_values import SavedRandomness
 from mpi4dl.comm import Communicator, Pending, failure, streams, world
 from mpi4dl.comm.allreduce import pick
 from mpi4dl.comm.packing import Message, Piece
@@ -80,9 +80,9 @@ def test_the_generator_of_a_gpu_that_nobody_uses_is_not_asked_for(monkeypatch: p
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", makes_a_context)
-    state = random_state()
-    assert "cuda" not in state
-    set_random_state({**state, "cuda": state["torch"]})
+    state = SavedRandomness.now()
+    assert state.cuda is None
+    state._replace(cuda=state.torch).states("state").put()
 
 
 def test_matrices_that_begin_between_16_bytes_are_multiplied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def train_nothing(
     about = Description.of(config, Like(task, classes, images or Shown()), len(classes)).signed()
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(to_toml(config))
-    about.write(folder)
+    (folder / "model.json").write_text(about.text)
     save_file(
         {name: value.contiguous() for name, value in model.state_dict().items()}, folder / MODEL, {ABOUT: about.text}
     )

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from mpi4dl.datasets import DatasetError
 from mpi4dl.options import build
 from mpi4dl.options.build import TrainingSpec
 from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.options.data import build_views, number_of_classes
+from mpi4dl.options.data import build_views
 from mpi4dl.options.models import build_model
 from mpi4dl.options.optimizers import build_optimizer, build_schedule, state_bytes
 from mpi4dl.options.sources import source_of
@@ -55,12 +56,12 @@ def test_the_models_values_depend_on_the_seed_alone() -> None:
 
 @pytest.mark.parametrize(("asked", "built"), [("", 3), ("--num-classes 3", 3), ("--num-classes 5", 5)])
 def test_as_many_classes_as_asked_or_else_as_the_images_have(asked: str, built: int) -> None:
-    assert number_of_classes(configured(asked), ("a", "b", "c")) == built
+    assert source_of(configured(asked)).number_of_classes(SimpleNamespace(classes=("a", "b", "c"))) == built
 
 
 def test_fewer_classes_than_the_images_have_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^`num_classes` 2, but the images have 3: a, b, c$"):
-        number_of_classes(configured("--num-classes 2"), ("a", "b", "c"))
+        source_of(configured("--num-classes 2")).number_of_classes(SimpleNamespace(classes=("a", "b", "c")))
 
 
 def test_synthetic_images_of_the_size_and_number_that_were_asked() -> None:

@@ -31,6 +31,7 @@ from mpi4dl.tasks.formulas import IGNORED, BatchLoss, heads_of
 from mpi4dl.tasks.losses import balanced_weights, build_loss
 from mpi4dl.tasks.measuring import measured_here
 from mpi4dl.tasks.task import TASKS
+from mpi4dl.training.resuming import BestSoFar
 from mpi4dl.training.run import Best
 from tests.pool.ranks import Ranks, on_ranks
 from tests.pool.zygote import ROOT
@@ -316,7 +317,7 @@ def test_the_best_is_told_by_the_metrics_direction() -> None:
         seen = [found.see(Evaluation(1.0, None, 4, {monitor: value}), n) for n, value in enumerate(values)]
         assert (found.step, found.enough, seen.index(True)) == (best, True, 0 if monitor == "auc" else 1)
         other, turned = Best(monitor, monitor == "auc", patience=None), Best(monitor, monitor != "auc", patience=None)
-        state = json.loads(json.dumps(found.state()))
+        state = BestSoFar(*json.loads(json.dumps(found.state())))
         other.go_on(state)
         turned.go_on(state)
         assert replace(other, patience=2) == found

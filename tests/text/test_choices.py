@@ -62,16 +62,16 @@ def test_seeds() -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"max_tokens": 0}, "max_tokens=0 is not possible: it must be at least 1"),
+        ({"max_tokens": 0}, "max_tokens=0 is not possible: it must be a whole number of at least 1"),
         ({"temperature": math.nan}, "temperature=nan"),
         ({"temperature": math.inf}, "temperature=inf"),
-        ({"temperature": -0.1}, "0 (greedy) or greater"),
+        ({"temperature": -0.1}, "a number of at least 0"),
         ({"top_k": -1}, "top_k=-1"),
         ({"top_p": 0.0}, "greater than 0 and at most 1"),
         ({"top_p": 1.1}, "top_p=1.1"),
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
         ({"seed": 2**63}, "seed=9223372036854775808"),
-        ({"stop": ("",)}, "texts that are not empty"),
+        ({"stop": ("",)}, "stop=('',) is not possible"),
     ],
 )
 def test_what_cannot_be_asked(values: dict[str, Any], said: str) -> None:

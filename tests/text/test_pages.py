@@ -9,17 +9,13 @@ from mpi4dl.models.gpt import GPT
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.text.batcher import Batcher, Event
-from mpi4dl.text.model import PagedModel, TokenPortion, pack, pages_for
+from mpi4dl.text.model import PagedModel, TokenPortion, pack
 from mpi4dl.text.options import Sampling
 
 
 def held() -> LocalStages:
     torch.manual_seed(0)
     return LocalStages.whole(GPT(257, 64, 2, 2, hidden=16), Plan.of(tiles=((1,),)), world())
-
-
-def test_pages_of_tokens() -> None:
-    assert [pages_for(tokens, 16) for tokens in (0, 1, 16, 17)] == [0, 1, 1, 2]
 
 
 def test_memory_grows_with_tokens() -> None:

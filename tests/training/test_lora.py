@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import mpi4dl
 from mpi4dl import models
-from mpi4dl.checkpoints.json_values import Damaged
+from mpi4dl._numbers import Damaged
 from mpi4dl.checkpoints.weights import open_weights, without_adapters
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets import Loader

@@ -16,14 +16,14 @@ from mpi4dl.training.resuming import (
     OF_THIS_START,
     SAME_ALWAYS,
     SAME_WITHIN_AN_EPOCH,
+    LastEvaluation,
     Progress,
-    command_to_go_on,
     compare,
     find_origin,
     options_to_compare,
     require_fit,
 )
-from mpi4dl.training.setup import as_it_began, with_its_own
+from mpi4dl.training.setup import as_it_began, command_to_go_on, with_its_own
 from tests.checkpoints.made import write
 from tests.pool.ranks import Ranks
 from tests.support.commands import settled
@@ -77,7 +77,8 @@ def test_a_run_that_goes_on_without_a_name_gets_a_folder_of_its_own(ranks: Ranks
 
 CONFIG = settled([])
 OPTIONS = options_to_compare(shared_options(CONFIG), num_images=100)
-PROGRESS = Progress(1, 0, [0.5], [], {"loss": 0.5, "accuracy": None, "count": 3}, None, 10, OPTIONS)
+PROGRESS = Progress(1, 0, [0.5], [], LastEvaluation(0.5, None, 3), None, 10, OPTIONS)
+EXTRA = {**PROGRESS._asdict(), "evaluation": {"loss": 0.5, "accuracy": None, "count": 3}}
 PLACE = Path("run/checkpoints/step-00000007")
 
 
@@ -160,7 +161,7 @@ def test_what_nobody_gives_is_as_the_checkpoint_has_it(ranks: Ranks, tmp_path: P
     were = {**OPTIONS, "optimizer": '"SGD"', "lr": "0.3", "lr_schedule": '"constant"', "epochs": "4", "flip": '"all"'}
     were["warmup"] = "0"
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    write(tmp_path / "run" / "checkpoints", 1, extra=PROGRESS._replace(options=were)._asdict())
+    write(tmp_path / "run" / "checkpoints", 1, extra={**EXTRA, "options": were})
     (tmp_path / "run" / "config.toml").touch()
     there = ["--run-folder", str(tmp_path / "run"), "--resume", "auto"]
     for flags in (there, ["--resume", str(tmp_path / "run")]):
@@ -185,13 +186,13 @@ def test_what_nobody_gives_is_as_the_checkpoint_has_it(ranks: Ranks, tmp_path: P
     ],
 )
 def test_progress_that_no_run_made_is_refused(tmp_path: Path, field: str, value: Any, complaint: str) -> None:
-    path = write(tmp_path, 1, extra={**PROGRESS._asdict(), field: value})
+    path = write(tmp_path, 1, extra={**EXTRA, field: value})
     with pytest.raises(Refusal, match=f"^{path}: state.json: 'extra': {complaint}"):
         Progress.at(path)
 
 
 def test_progress_comes_back_and_a_checkpoint_of_a_script_has_none(tmp_path: Path) -> None:
-    assert Progress.at(write(tmp_path, 1, extra=PROGRESS._asdict())) == PROGRESS
+    assert Progress.at(write(tmp_path, 1, extra=EXTRA)) == PROGRESS
     with pytest.raises(Refusal, match=r"was not written by mpi4dl train: load it with mpi4dl.checkpoints.load$"):
         Progress.at(write(tmp_path, 2, extra={"epoch": 1}))
 

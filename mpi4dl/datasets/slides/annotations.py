@@ -304,8 +304,7 @@ class RegionMask:
     def _placed(self, places: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Places (..., 2), x and y of regions, in pixels of the slide as it is read."""
         moved = np.array([self.corner[axis] - self.slide.origin[axis] for axis in (1, 0)], np.float64)
-        found: npt.NDArray[np.float64] = (places + moved) / self.slide.scale[::-1]
-        return found
+        return (places + moved) / self.slide.scale[::-1]
 
     @cached_property
     def _boxes(self) -> npt.NDArray[np.float64]:

@@ -62,8 +62,7 @@ def pen_marks(pixels: Pixels) -> Mask:
     densest = np.maximum(red, green)
     ink |= (red >= least_red * green) & (blue <= most_blue * densest) & (densest >= dense)
     strokes = morphology.opening(morphology.closing(ink, morphology.disk(GAPS_PX)), morphology.disk(OPENING_PX))
-    grown: Mask = morphology.dilation(strokes, morphology.disk(EDGE_PX))
-    return grown
+    return morphology.dilation(strokes, morphology.disk(EDGE_PX))
 
 
 def out_of_focus(slide: Slide, shares: Callable[[Slide, int], npt.NDArray[np.float32]]) -> tuple[Mask, float]:
@@ -102,5 +101,4 @@ def laplacian_variances(pixels: Pixels) -> Numbers:
     inner = cells[..., 1:-1, 1:-1]
     above, below = cells[..., :-2, 1:-1], cells[..., 2:, 1:-1]
     left, right = cells[..., 1:-1, :-2], cells[..., 1:-1, 2:]
-    variances: Numbers = (4 * inner - above - below - left - right).var((2, 3), dtype=np.float64)
-    return variances
+    return (4 * inner - above - below - left - right).var((2, 3), dtype=np.float64)

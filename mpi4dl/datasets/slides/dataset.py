@@ -18,7 +18,7 @@ from mpi4dl.datasets.kinds import SLIDES
 from mpi4dl.datasets.listed import ListedFiles
 from mpi4dl.datasets.samples import COVARIATES, read_samples
 from mpi4dl.datasets.slides.masks import MaskOptions, SlideMasks, Tell, quietly
-from mpi4dl.datasets.slides.slide import Cells, Resolution, Slide, open_slide
+from mpi4dl.datasets.slides.slide import SAME_MPP, Cells, Resolution, Slide, SlideFile, open_slide
 from mpi4dl.datasets.slides.targets import SlideTargets
 from mpi4dl.datasets.slides.tissue import NoTissue, find_tissue, tissue_pixels
 from mpi4dl.datasets.sources import SampleFiles
@@ -27,7 +27,6 @@ from mpi4dl.geometry import ceil_div
 
 PATCH_STREAM = 47  # of random numbers
 MOST_OPEN = 64  # slides whose headers are kept
-SAME_MPP = 0.05  # of microns per pixel: files round theirs
 LEAST_CELL = 32  # px, of parts of windows whose tissue is looked at
 
 Patches = npt.NDArray[np.int64]  # (patches, 2): the row and the column of each in the grid of patches of a slide
@@ -212,13 +211,13 @@ class SlideFolder(SampleFiles):
     def frame(self, multiple: Sequence[int], skips: bool = True) -> tuple[tuple[int, int], tuple[Slide, Slide]]:
         """The least size (height, width) in which each slide fits, and the highest and the widest slide.
 
-        Its sides are multiples of these numbers of pixels. It `skips` slides that cannot be read. A warning names those
-        that say another resolution than the table.
+        Its sides are multiples of these numbers of pixels. It `skips` slides that cannot be read. Warnings name those
+        that say another resolution than the table, or than their own tags.
 
         Raises:
             DatasetError: no slide can be read, or one cannot that is not skipped.
         """
-        slides, problem, others = [], None, list[str]()
+        slides, problem, others = [], None, dict[str, list[str]]()
         for index in range(len(self)):
             try:
                 slides.append(self.image(index))
@@ -227,13 +226,15 @@ class SlideFolder(SampleFiles):
                     raise DatasetError(f"{error}; `on_bad_image` skip leaves such slides out") from error
                 problem = problem or error
                 continue
-            said, slide = self.rows[index].mpp, slides[-1]
-            known = slide.file.mpp if isinstance(slide, Slide) else None
+            said, file = self.rows[index].mpp, getattr(slides[-1], "file", None)
+            known, tagged = (file.mpp, file.other_mpp) if isinstance(file, SlideFile) else (None, None)
             if said is not None and known is not None and not math.isclose(said, known, rel_tol=SAME_MPP):
-                others.append(f"{self.name(index)} ({known:.4g}, not {said:.4g})")
-        if others:
-            told = f"{counted(len(others), 'slide')} with other microns per pixel than the table, which are taken"
-            logging.getLogger(__name__).warning("%s", printable(f"{told}: {some(others, 3)}"))
+                others.setdefault("the table", []).append(f"{self.name(index)} ({known:.4g}, not {said:.4g})")
+            if tagged is not None:
+                others.setdefault("tags of the file", []).append(f"{self.name(index)} ({known:.4g}, not {tagged:.4g})")
+        for where, names in others.items():
+            told = f"{counted(len(names), 'slide')} with other microns per pixel than {where}, which are taken"
+            logging.getLogger(__name__).warning("%s", printable(f"{told}: {some(names, 3)}"))
         if not slides:
             raise DatasetError(f"{self.root}: no slide can be read: {problem}")
         highest = max(slides, key=lambda slide: slide.size[0])

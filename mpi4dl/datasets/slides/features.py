@@ -264,8 +264,7 @@ def _pickled(path: Path) -> npt.NDArray[np.float32]:
         raise BadImage(path, f"holds a tensor of layout {found.layout} on {found.device}: expected a dense one")
     if found.numel() > max(1, found.untyped_storage().nbytes()):
         raise BadImage(path, f"claims {found.numel()} numbers, which it does not hold: it is damaged")
-    array: npt.NDArray[np.float32] = found.detach().float().numpy()
-    return array
+    return found.detach().float().numpy()
 
 
 def _positive(value: Any) -> float | None:

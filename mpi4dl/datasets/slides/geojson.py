@@ -63,8 +63,7 @@ def _signed_area(line: npt.NDArray[np.float64]) -> float:
 
 def squares(corners: npt.NDArray[np.float64], sides: Sequence[float]) -> list[Ring]:
     """Boxes of these sides (down, across) with their upper left corners (n, 2) at places (row, column) of level 0."""
-    found: list[Ring] = (corners[:, None, ::-1] + np.asarray(sides)[::-1] * CORNERS).tolist()
-    return found
+    return (corners[:, None, ::-1] + np.asarray(sides)[::-1] * CORNERS).tolist()
 
 
 def feature(

@@ -34,6 +34,7 @@ from mpi4dl.geometry import Interval
 
 MPP_AT_1X = 10.0  # um per pixel: 20x is 0.5, 40x is 0.25
 SAME = 0.01  # resolutions that differ by this share are one, and nothing is resampled
+SAME_MPP = 0.05  # of microns per pixel: files round theirs
 MOST_ENLARGED = 0.9  # a slide may be this share of the resolution asked for, or finer
 LEAST_MPP, MOST_MPP = 0.01, 20.0  # um per pixel of slides; other values in a file are those of screens or printers
 
@@ -63,7 +64,8 @@ class SlideFile:
     where the file does not say. `bounds` are the rows and columns of level 0 that the scanner scanned. `profile` is an
     ICC profile of its colours. `vendor` is the scanner's format as OpenSlide names it, or that of a picture.
     Pixels that are not square are read as square ones of their longer side, which is `mpp`, and each of which has
-    `aspect` (down, across) pixels of level 0.
+    `aspect` (down, across) pixels of level 0. `other_mpp` are those of tags of resolution, if OME-XML or a
+    description, which go before them, say others.
     """
 
     path: Path
@@ -74,6 +76,7 @@ class SlideFile:
     profile: bytes | None = None
     vendor: str = ""
     aspect: tuple[float, float] = (1.0, 1.0)
+    other_mpp: float | None = None
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -87,6 +90,7 @@ class SlideFile:
             size = f"{self.bounds[1].length} x {self.bounds[0].length} px scanned of {size}"
         levels = ", ".join(f"{level.downsample:.4g}" for level in self.levels)
         mpp = "no microns per pixel" if self.mpp is None else f"{self.mpp:.4g} um per pixel"
+        mpp += "" if self.other_mpp is None else f" (its tags say {self.other_mpp:.4g})"
         power = "" if self.magnification is None else f", {self.magnification:g}x"
         return f"{size}, levels {levels}, {mpp}{power}, {self.vendor or 'an image'}"
 
@@ -302,9 +306,9 @@ def _opened(path: Path) -> SlideFile:
             height, width = images[0].size
             levels = (Level(image, math.sqrt((height / image.size[0]) * (width / image.size[1]))) for image in images)
             _require_one_slide(path, page, images)
-            mpp, aspect, power = _described(page)
+            mpp, aspect, power, other = _described(page)
             vendor = "OME-TIFF" if page.ome else "aperio" if page.description.startswith("Aperio") else "TIFF"
-            return SlideFile(path, tuple(levels), mpp, power, None, page.profile, vendor, aspect)
+            return SlideFile(path, tuple(levels), mpp, power, None, page.profile, vendor, aspect, other)
     return SlideFile(path, (Level(open_image(path), 1.0),), vendor=path.suffix.lower().lstrip("."))
 
 
@@ -332,8 +336,8 @@ def _openslide_file(path: Path, main: Path) -> SlideFile:
     return SlideFile(path, levels, mpp, power, bounds, bytes(profile) or None, vendor, aspect)
 
 
-def _described(page: "tiff.PageFacts") -> tuple[float | None, tuple[float, float], float | None]:
-    """Microns per pixel, aspect and magnification of a TIFF page."""
+def _described(page: "tiff.PageFacts") -> tuple[float | None, tuple[float, float], float | None, float | None]:
+    """Microns per pixel, aspect and magnification of a TIFF page; and other microns per pixel of its tags."""
     sides, power = _of_ome(page.ome, page.number) if page.ome else ((None, None), None)
     mpp, aspect = _square(*sides)
     if mpp is None:
@@ -342,10 +346,13 @@ def _described(page: "tiff.PageFacts") -> tuple[float | None, tuple[float, float
     if power is None:
         said = re.search(r"\bAppMag\s*=\s*([0-9.]+)", page.description)
         power = _number(said[1]) if said else None
-    if mpp is None and page.resolution and page.resolution_unit in (_INCH, _CENTIMETRE):
+    tagged, of_tags = None, (1.0, 1.0)
+    if page.resolution and page.resolution_unit in (_INCH, _CENTIMETRE):
         unit = _MICROMETRES["inch" if page.resolution_unit == _INCH else "cm"]
-        mpp, aspect = _square(unit / page.resolution[0], unit / page.resolution[1])
-    return mpp, aspect, power
+        tagged, of_tags = _square(unit / page.resolution[0], unit / page.resolution[1])
+    if mpp is None:
+        return tagged, of_tags, power, None
+    return mpp, aspect, power, None if tagged is None or math.isclose(tagged, mpp, rel_tol=SAME_MPP) else tagged
 
 
 def _of_ome(ome: str, number: int) -> tuple[tuple[float | None, float | None], float | None]:

@@ -138,8 +138,7 @@ class BPETokenizer:
 
     def decode(self, tokens: npt.ArrayLike) -> str:
         found = np.asarray(tokens, np.int64)
-        text: str = self._inner.decode(found[found < self.end].tolist(), skip_special_tokens=False)
-        return text
+        return self._inner.decode(found[found < self.end].tolist(), skip_special_tokens=False)
 
 
 class PretrainedTokenizer:

@@ -105,8 +105,7 @@ def one_way(
             piece = [Piece(other, message)]
             comm.iexchange(piece if sends else [], [] if sends else piece, LINK_TAG, None, collective).wait()
         times.append((clock() - start) / 2)
-    found: float = max(comm.all_gather_object(float(np.median(times[1:])) if first else 0.0))
-    return found
+    return max(comm.all_gather_object(float(np.median(times[1:])) if first else 0.0))
 
 
 SITE_SECONDS = 4.0  # for the timing of a tile shape
@@ -272,8 +271,7 @@ class Profiler:
                     for unit, row in zip(fit.at(site), rows, strict=True)
                 )
             self.store.found[key] = column
-        known: Column = self.store.found[key]
-        return known
+        return self.store.found[key]
 
     def counts(self, cuttable: Units, site: Site, exact: bool = False) -> Column:
         """The costs without seconds. Unless they shall be `exact`, they follow from few samples, or small sites.

@@ -80,8 +80,7 @@ def time_units(
     while (larger := _next(sizes, known, budget_seconds)) is not None:
         known.append(timed(*larger))
     last = known[-1:] if known[-1].site == site else known[-2:]
-    found: Seconds = extrapolate([each.site for each in last], [each.seconds for each in last], site)
-    return found
+    return extrapolate([each.site for each in last], [each.seconds for each in last], site)
 
 
 def _rounds(repeats: int) -> list[int]:

@@ -192,8 +192,7 @@ def there_together(gatherers: Sequence[Gatherer], at_once: bool = False) -> Iter
         if isinstance(packed, Tensor):
             return packed
         gatherer, place = packed
-        found: Tensor = gatherer.unpack(place)
-        return found
+        return gatherer.unpack(place)
 
     with ExitStack() as stack:
         for gatherer in gatherers:

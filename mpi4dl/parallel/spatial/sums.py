@@ -128,8 +128,7 @@ def with_all_features(x: SpatialTensor) -> Tensor:
     state = x.local._version, torch.is_grad_enabled()
     if x.gathered is None or x.gathered[0] != state:
         x.gathered = state, _gathered(x)
-    found: Tensor = x.gathered[1]
-    return found
+    return x.gathered[1]
 
 
 def _gathered(x: SpatialTensor) -> Tensor:

@@ -202,8 +202,7 @@ class PatchStream:
         own = range(*images.samples.owned(images.grid.coordinates[BATCH]))
 
         def patches(sample: int) -> list[tuple[int, int]] | None:
-            chosen: list[tuple[int, int]] | None = find(sample - found.first, found.patch)
-            return chosen
+            return find(sample - found.first, found.patch)
 
         if find is None:
             return None
@@ -293,8 +292,7 @@ def stream_patches(model: PatchModel, options: PatchOptions, channels: int = 3) 
 
 
 def _forward(stream: PatchStream, forward: Any, images: Any, *covariates: Tensor) -> Tensor:
-    found: Tensor = stream(images) if isinstance(images, StreamedImages) else forward(images, *covariates)
-    return found
+    return stream(images) if isinstance(images, StreamedImages) else forward(images, *covariates)
 
 
 def _as_source(images: StreamedImages, num_samples: int) -> ImageSource:

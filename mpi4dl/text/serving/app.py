@@ -21,8 +21,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mpi4dl._http import Guard
 from mpi4dl.datasets.text import Tokenizer
+from mpi4dl.options.kinds import MOST_SEED
 from mpi4dl.text.batcher import Event, Usage
-from mpi4dl.text.options import LARGEST_SEED, Sampling
+from mpi4dl.text.options import Sampling
 from mpi4dl.text.serving.admission import Admission, ApiError, Reply, stopping
 
 # Requests: the fields of OpenAI's requests that have an effect here, with their types and ranges.
@@ -80,7 +81,7 @@ class Asked(Strict):
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
-    seed: Annotated[int, Field(ge=-(2**63), le=LARGEST_SEED)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=MOST_SEED)] | None = None
     stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MOST_STOPS)] = []
     stream: bool = False
     stream_options: StreamExtras = StreamExtras()
@@ -100,7 +101,7 @@ class Asked(Strict):
     def sampling(self, max_tokens: int, choice: int, stop: tuple[str, ...]) -> Sampling:
         """How the tokens of this choice of several are drawn; each of them has a seed of its own."""
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        seed = None if self.seed is None else (self.seed + choice) % (LARGEST_SEED + 1)
+        seed = None if self.seed is None else (self.seed + choice) % (MOST_SEED + 1)
         drawn = self.temperature, self.top_k, self.top_p, self.repetition_penalty
         return Sampling(max_tokens, *drawn, seed, stops + stop)
 

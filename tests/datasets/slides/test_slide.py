@@ -339,3 +339,18 @@ def test_a_table_that_knows_another_resolution_is_named(tmp_path: Path, caplog: 
     assert source.framed().data.image_size == (32, 32)
     (told,) = caplog.messages
     assert told == "1 slide with other microns per pixel than the table, which are taken: a.tif (0.5, not 0.25)"
+
+
+def test_tags_that_know_another_resolution_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """OME-XML counts, and tags of a screen say nothing."""
+    for name, dots in (("a", 20000), ("b", 40000), ("c", 28)):
+        how: dict[str, Any] = {"photometric": "rgb", "resolution": (dots, dots), "resolutionunit": "CENTIMETER"}
+        sizes = {"axes": "YXS", "PhysicalSizeX": 0.25, "PhysicalSizeY": 0.25}
+        tifffile.imwrite(tmp_path / f"{name}.ome.tif", np.zeros((64, 64, 3), np.uint8), metadata=sizes, **how)
+    source = source_of(parse(["--slides", str(tmp_path), "--mpp", "1", "--patches", "16"]))
+    assert source.framed().data.image_size == (16, 16)
+    (told,) = caplog.messages
+    assert (
+        told == "1 slide with other microns per pixel than tags of the file, which are taken: a.ome.tif (0.25, not 0.5)"
+    )
+    assert "0.25 um per pixel (its tags say 0.5)" in open_slide(tmp_path / "a.ome.tif").file.described()
