@@ -130,7 +130,7 @@ def test_a_checkpoint_continues_a_prompt(folder: Path) -> None:
         (["nowhere"], "nowhere: there is no such file or folder"),
         (["bytes", "--tensor", "2"], "tensor(2) x data(1) = 2 ranks, but mpirun started 1"),
         (["bytes", "--tensr", "2"], "there is no flag --tensr; did you mean --tensor?"),
-        (["bytes", "--top-p", "1.5"], "top_p=1.5 is not possible: it must be greater than 0 and at most 1"),
+        (["bytes", "--top-p", "1.5"], "--top-p is '1.5', but must be a number greater than 0 and at most 1"),
         (["bytes", "--prompt", "x" * 24], "the prompt has 24 tokens, but prompt and generated tokens together"),
         (["bytes", "--prompts", "nowhere.txt"], "No such file or directory: 'nowhere.txt'"),
         (["bytes", "--prompt", "x", "--prompts", "y"], "--prompt and --prompts both say what the prompt is"),
