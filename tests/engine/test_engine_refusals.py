@@ -82,6 +82,7 @@ def refused_step(comm: Communicator, plan: Plan, bad_rank: int | None, options: 
         (Plan(data=4, zero=3), {}),
         (Plan(((1, 2), (1, 2)), microbatches=2), {"recompute": True}),
         (Plan(((1, 1),) * 4, bidirectional=1), {}),
+        (Plan(((1, 1),) * 4), {}),
     ],
     ids=str,
 )
