@@ -102,6 +102,7 @@ SPREAD: dict[str, Function] = {
     "chunks": lambda x: torch.cat(tokens(x).chunk(2, -1)[::-1], -1),
     "stacked": lambda x: torch.stack([tokens(x), tokens(x) * 2], 0)[1],
     "einsum": lambda x: torch.einsum("ntc,kc->nkt", tokens(x), WEIGHT),
+    "expand a token": lambda x: torch.cat([tokens(x), tokens(x)[:, 2:3].expand(-1, H * W, -1)], 2),
     "expand": lambda x: tokens(x).unsqueeze(1).expand(3, 2, H * W, 4).sum(1),
     "token dropped": lambda x: with_token(tokens(x))[:, 1:],
     "token and norm": lambda x: F.linear(F.layer_norm(with_token(tokens(x)), (4,)), WEIGHT),

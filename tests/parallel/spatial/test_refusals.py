@@ -29,7 +29,6 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "glu": lambda x: F.glu(x),
     "a mask": lambda x: x[x > 0],
     "frequencies": lambda x: F.embedding(x.argmax(1), torch.ones(4, 2), scale_grad_by_freq=True),
-    "expand": lambda x: x[:, :, :1].expand(-1, -1, 4, -1),
     "it reinterprets bytes": lambda x: x.view(torch.int32),
     "conv1d": lambda x: F.conv1d(x[0], torch.ones(4, 4, 3)),
     "conv3d": lambda x: F.conv3d(x.permute(2, 3, 0, 1).unsqueeze(0), torch.ones(4, 8, 1, 1, 1)),

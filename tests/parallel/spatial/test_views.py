@@ -34,6 +34,7 @@ SPREAD = {
     "squeeze what is not one": lambda x: x.squeeze(1),
     "expand": lambda x: x[:, :1].expand(-1, 5, -1, -1),
     "expand a new dim": lambda x: x.expand(2, *x.shape),
+    "expand an axis": lambda x: x * x[:, :, 1:2].expand(-1, -1, x.shape[2], -1),
     "expand as": lambda x: x[:, :1].expand_as(x),
     "repeat": lambda x: x.repeat(1, 3, 1, 1),
     "contiguous": lambda x: x.transpose(1, 2).contiguous(),

@@ -152,9 +152,9 @@ def expand(input: SpatialTensor, *sizes: Any) -> Tensor:
     shape = numbers(sizes)
     new = len(shape) - input.dim()
     layout = input.layout.moved(lambda d: d + new)
-    for dim in layout.dims:
-        if dim is not None and shape[dim] not in (-1, input.shape[dim - new]):
-            raise refusal("Tensor.expand", f"dim {dim} is spread over ranks")
+    dims = ((axis, dim) for axis, dim in enumerate(layout.dims) if dim is not None)
+    if grown := [axis for axis, dim in dims if shape[dim] not in (-1, input.shape[dim - new])]:
+        return gather_axes(input, grown).expand(*shape)
     whole = [input.shape[d - new] if n == -1 else n for d, n in enumerate(shape)]
     return wrap(input.local.expand(layout.local_shape(tuple(whole))), layout)
 
