@@ -15,7 +15,6 @@ from statistics import median
 from typing import Any, NamedTuple
 from xml.etree.ElementTree import Element, SubElement, tostring
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from mpi4dl._files import leads_to, read_regular, write_durably
@@ -248,6 +247,8 @@ def write(paths: Sequence[Path], out: Path, images: Path | None = None) -> list[
 
 def page(runs: Sequence[ShownRun], images: Path | None = None) -> str:
     """The page as HTML, with pictures as `write` says."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
