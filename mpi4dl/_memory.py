@@ -52,10 +52,10 @@ def keep_freed_memory(keep: bool = True) -> bool:
     return all(mallopt(name, value) for name, value in (options | {M_ARENA_MAX: 1}).items())
 
 
-def _status_bytes(field: str, file: Path = STATUS) -> int | None:
+def _status_bytes(field: str, file: Path | None = None) -> int | None:
     """A line of a file of /proc such as `VmHWM:  123456 kB`; None where there is no such file or line."""
     try:
-        text = file.read_text()
+        text = (file or STATUS).read_text()
     except OSError:
         return None
     for line in text.splitlines():

@@ -326,7 +326,7 @@ class Exchange:
 
     def __call__(self, x: Tensor) -> Tensor:
         """`bring`, differentiable."""
-        return linear(x, self._own, self.adjoint.bring)
+        return _Linear.apply(x, self._own, self.adjoint.bring)
 
     def _own(self, x: Tensor) -> Tensor:
         y = self.bring(x)
@@ -363,8 +363,9 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             raise RuntimeError(TWICE)
         if running_forward:
             raise Refusal(WITHIN)
-        if any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in gradients):
-            raise RuntimeError(BATCHED)
+        for gradient in gradients:
+            if gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient):
+                raise RuntimeError(BATCHED)
         return backward(ctx, *gradients)
 
     return once

@@ -12,7 +12,6 @@ from mpi4dl._wording import counted, some
 from mpi4dl.datasets.base import DatasetError, printable
 from mpi4dl.datasets.files import DICOM, SUFFIXES, WHOLE_SLIDES, ZARR_SUFFIXES
 from mpi4dl.datasets.listed import files_below
-from mpi4dl.datasets.slides import dicom
 from mpi4dl.datasets.volumes import GROUPED, VOLUME_SUFFIXES
 
 # The main file of each sample among some files, all its files, and whether it is alone in its folder.
@@ -79,13 +78,19 @@ class FileKind:
         return sorted(found), parts_of
 
 
+def _slides_of_dicom(paths: Sequence[Path]) -> Iterator[tuple[Path, list[Path], bool]]:
+    from mpi4dl.datasets.slides import dicom
+
+    return dicom.grouped(paths)
+
+
 _OTHER_PICTURES = (".gif", ".jp2", ".j2k", ".jfif", ".jpe", ".heic", ".heif", ".avif", ".jxl", ".tga", ".ppm", ".pgm")
 PICTURES = FileKind("image", SUFFIXES, not_read=_OTHER_PICTURES)
 VOLUMES = FileKind("volume", tuple(VOLUME_SUFFIXES), GROUPED, not_read=(".mha", ".mhd", ".nrrd", ".mgz"))
 SLIDES = FileKind(
     "slide",
     WHOLE_SLIDES,
-    {DICOM: dicom.grouped},
+    {DICOM: _slides_of_dicom},
     layout="expected a line such as slide_id,case_id,label and below it one for each slide, such as s1,p1,tumour",
     missing=": correct its name, or name the folder of slides by `slides_folder`",
     folder_option="slides_folder",

@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 
 from mpi4dl._wording import counted, quoted, some
 from mpi4dl.datasets.base import DatasetError
-from mpi4dl.datasets.covariates import read_cells
 from mpi4dl.datasets.kinds import FEATURES, PICTURES, FileKind
 from mpi4dl.datasets.labels import FORMS, SURVIVAL, files_of
 from mpi4dl.datasets.listed import PARTS
@@ -173,6 +172,8 @@ def read_samples(
     for name in table.columns if task is not None and files_of(task) else ():
         if folded_column(name) == FORMS[str(task)].column:
             columns = {"annotation": name, **columns}
+    from mpi4dl.datasets.covariates import read_cells
+
     found = _Columns(table, columns, label_columns or ())
     taken, lines = found.taken, table.lines
     require_values([taken["slide"]], lines)

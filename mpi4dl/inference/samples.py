@@ -24,11 +24,10 @@ from mpi4dl.tasks.curves import (
     calibration,
     calibration_error,
     chosen_threshold,
-    curve_of,
     is_rule,
 )
 from mpi4dl.tasks.measuring import measured_here
-from mpi4dl.tasks.metrics import MEASURES, area_under_curve, average_precision
+from mpi4dl.tasks.metrics import MEASURES, area_under_curve, average_precision, curve_of
 from mpi4dl.tasks.task import Classify, MultiLabel, Task
 
 COUNTED = ("accuracy", "balanced_accuracy", "f1")  # metrics of classes that follow from the confusion matrix

@@ -15,52 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mpi4dl.tasks.metrics import ThresholdCurve
+
 RATES = ("sensitivity", "specificity", "ppv", "npv")
 NUM_BINS = 10  # of probabilities, for calibration
 _RULE = re.compile(r"(sensitivity|specificity)=(.+)")
-
-
-class ThresholdCurve(NamedTuple):
-    """Counts at each threshold (K,), from infinity down through the scores that occur.
-
-    `called` and `found` count the samples that are called positive, and the positives among them.
-    """
-
-    thresholds: Tensor
-    called: Tensor
-    found: Tensor
-    num_positive: int
-    num_negative: int
-
-    @property
-    def sensitivity(self) -> Tensor:
-        """The share of positives that are called so, or recall, (K,)."""
-        return _shares(self.found, self.num_positive)
-
-    @property
-    def specificity(self) -> Tensor:
-        """The share of negatives that are not called positive, (K,)."""
-        return _shares(self.num_negative - self.called + self.found, self.num_negative)
-
-    @property
-    def precision(self) -> Tensor:
-        """The share of positives among those that are called so, (K,)."""
-        return self.found.double() / self.called  # 0 / 0 is NaN
-
-
-def _shares(counts: Tensor, whole: int) -> Tensor:
-    return counts.double() / whole if whole else torch.full(counts.shape, math.nan, dtype=torch.float64)
-
-
-def curve_of(scores: Tensor, positive: Tensor) -> ThresholdCurve:
-    """The curve of all thresholds at which something changes; equal scores are called together."""
-    values, places, numbers = torch.unique(scores.double(), return_inverse=True, return_counts=True)
-    of_positive = torch.bincount(places[positive], minlength=len(values))
-    none = torch.zeros(1, dtype=torch.int64)
-    called, found = (torch.cat((none, counts.flip(0).cumsum(0))) for counts in (numbers, of_positive))
-    top = torch.tensor([math.inf], dtype=torch.float64)
-    num_positive = int(positive.sum())
-    return ThresholdCurve(torch.cat((top, values.flip(0))), called, found, num_positive, len(positive) - num_positive)
 
 
 def is_rule(threshold: float | str) -> bool:

@@ -6,13 +6,12 @@ A metric has `update(predictions, targets)`, `merge_state(other)` and `compute()
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mpi4dl.tasks import losses
-from mpi4dl.tasks.curves import curve_of
 from mpi4dl.tasks.measuring import OfAll
 
 Measure = Callable[[Tensor], Tensor]
@@ -139,6 +138,49 @@ def mean_area(
         known = own != ignore_index
         areas.append(area(probabilities[known, c], own[known] == positive))
     return float(torch.tensor(areas, dtype=torch.float64).nanmean())
+
+
+class ThresholdCurve(NamedTuple):
+    """Counts at each threshold (K,), from infinity down through the scores that occur.
+
+    `called` and `found` count the samples that are called positive, and the positives among them.
+    """
+
+    thresholds: Tensor
+    called: Tensor
+    found: Tensor
+    num_positive: int
+    num_negative: int
+
+    @property
+    def sensitivity(self) -> Tensor:
+        """The share of positives that are called so, or recall, (K,)."""
+        return _shares(self.found, self.num_positive)
+
+    @property
+    def specificity(self) -> Tensor:
+        """The share of negatives that are not called positive, (K,)."""
+        return _shares(self.num_negative - self.called + self.found, self.num_negative)
+
+    @property
+    def precision(self) -> Tensor:
+        """The share of positives among those that are called so, (K,)."""
+        return self.found.double() / self.called  # 0 / 0 is NaN
+
+
+def _shares(counts: Tensor, whole: int) -> Tensor:
+    return counts.double() / whole if whole else torch.full(counts.shape, math.nan, dtype=torch.float64)
+
+
+def curve_of(scores: Tensor, positive: Tensor) -> ThresholdCurve:
+    """The curve of all thresholds at which something changes; equal scores are called together."""
+    values, places, numbers = torch.unique(scores.double(), return_inverse=True, return_counts=True)
+    of_positive = torch.bincount(places[positive], minlength=len(values))
+    none = torch.zeros(1, dtype=torch.int64)
+    called, found = (torch.cat((none, counts.flip(0).cumsum(0))) for counts in (numbers, of_positive))
+    top = torch.tensor([math.inf], dtype=torch.float64)
+    num_positive = int(positive.sum())
+    return ThresholdCurve(torch.cat((top, values.flip(0))), called, found, num_positive, len(positive) - num_positive)
 
 
 def area_under_curve(scores: Tensor, positive: Tensor) -> float:

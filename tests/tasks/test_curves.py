@@ -15,8 +15,8 @@ from mpi4dl.tasks.curves import (
     calibration,
     calibration_error,
     chosen_threshold,
-    curve_of,
 )
+from mpi4dl.tasks.metrics import curve_of
 
 CASES = [(2, 0), (3, 1), (10, 2), (60, 3), (200, 4)]
 
