@@ -141,8 +141,8 @@ class OfClasses(BatchLoss):
         return torch.where(counted == 0, 0, own).to(outputs.dtype), counted
 
 
-class CrossEntropy(OfClasses):
-    """F.cross_entropy of outputs (N, C, ...) with classes (N, ...), or with probabilities (N, C, ...)."""
+class Smoothed(OfClasses):
+    """A loss whose targets may be smoothed: so much of each is shared out among the classes."""
 
     def __init__(
         self,
@@ -152,6 +152,10 @@ class CrossEntropy(OfClasses):
     ) -> None:
         super().__init__(class_weights, ignore_index)
         self.label_smoothing = label_smoothing
+
+
+class CrossEntropy(Smoothed):
+    """F.cross_entropy of outputs (N, C, ...) with classes (N, ...), or with probabilities (N, C, ...)."""
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
         weight = self.weight_of(outputs)
@@ -175,22 +179,13 @@ class TokenCrossEntropy(CrossEntropy):
         return self._sums(*flat, self.weight_of(outputs, -1), ignore_index=self.ignore_index)
 
 
-class BinaryCrossEntropy(OfClasses):
+class BinaryCrossEntropy(Smoothed):
     """F.binary_cross_entropy_with_logits of outputs (N, C, ...) with 0 or 1 (N, C, ...): the mean over what counts.
 
     Class weights say how much more a 1 of each class counts than a 0 (its `pos_weight`).
     """
 
     binary = True
-
-    def __init__(
-        self,
-        class_weights: Sequence[float] | None = None,
-        ignore_index: int = IGNORED,
-        label_smoothing: float = 0.0,
-    ) -> None:
-        super().__init__(class_weights, ignore_index)
-        self.label_smoothing = label_smoothing
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
         if outputs.shape != targets.shape:

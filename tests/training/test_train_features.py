@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import mpi4dl
 from mpi4dl._files import lock
+from mpi4dl._torchvision import import_torchvision
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.base import BadImage
 from mpi4dl.datasets.slides.dataset import SlideOptions
@@ -254,6 +255,7 @@ NOT_EMBEDDED = {
 @pytest.mark.sample(2)
 def test_what_embedding_refuses(ranks: Ranks, cohort: Path, tmp_path: Path, more: str) -> None:
     if "timm/" in more:
+        import_torchvision()
         pytest.importorskip("timm")
     assert NOT_EMBEDDED[more] in ranks(1).run(refused, embed, embedding(cohort, tmp_path / "out", more))[0]
 

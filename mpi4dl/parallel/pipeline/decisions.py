@@ -4,6 +4,9 @@
     written   self.calls += 1, self.seen.append(x), a global counter
     read      self.temperature, a module's global: watched, and refused once they change (`Watch`)
 
+`ForwardState` has all of it that can be put back, for whatever runs a forward again: traces, checks, recomputed blocks,
+streamed tiles, and runs on shapes.
+
 A module that draws or writes is kept whole, so that its own Python runs; a model whose own forward does so is refused.
 """
 
