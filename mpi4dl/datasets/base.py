@@ -81,12 +81,14 @@ class Opened(NamedTuple):
     """A file of a volume whose header was read: its shape, what gives slices of all dims, and the type that it stores.
 
     `scaled`: values have units of their own, which they are read in, and so do not depend on the type.
+    `axes`: to which sides of a patient columns, rows and slices run, such as RAS: right, front, head; empty: unknown.
     """
 
     shape: Sequence[int]
     read_part: Callable[[Slices], npt.NDArray[Any]]
     dtype: Any
     scaled: bool = False
+    axes: str = ""
 
 
 class Dataset(Protocol):

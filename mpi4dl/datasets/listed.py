@@ -205,16 +205,18 @@ class ListedFiles(Whole):
     def _look(self) -> tuple[int, str | None]:
         """The channels of the first file that can be read, and what its values are; some others are looked at."""
         looked: list[VolumeFile | StoredPicture] = []
+        values: str | None = None  # of the volume that says most, also its axes
         for index in dict.fromkeys([*self.spread(), *range(len(self))]):
             try:
                 looked.append(self._open(self.path(index)))
             except BadImage:
                 continue
             channels = looked[-1 if self.volumes else 0].channels
-            looked[-1].require(channels, looked[0].values, self.noun)
+            looked[-1].require(channels, values, self.noun)
+            values = max(values or "", looked[-1].values, key=len)
             if len(looked) >= LOOKED_AT:
                 break
-        return (looked[0].channels, looked[0].values) if looked else (1, None)
+        return (looked[0].channels, values) if looked else (1, None)
 
     def checked(self, index: int) -> Path:
         """Where file `index` is. Raises OtherFile if it is not the one that was listed."""

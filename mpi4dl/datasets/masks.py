@@ -31,7 +31,7 @@ class Mask:
     """
 
     def __init__(self, path: Path, stored: Image, num_classes: int, ignored: int | None = IGNORE_INDEX) -> None:
-        self.path, self.size = path, stored.size
+        self.path, self.size, self.axes = path, stored.size, getattr(stored, "axes", "")
         self._stored, self._num_classes, self._ignored = stored, num_classes, ignored
 
     def read(self, *space: Interval) -> npt.NDArray[np.int64]:
@@ -133,7 +133,7 @@ class _OneChannel:
     """A mask in an image that must have one channel, of which `stored` reads boxes."""
 
     def __init__(self, path: Path, image: Any, channels: int, stored: Callable[..., npt.NDArray[Any]]) -> None:
-        self.size, self._stored = image.size, stored
+        self.size, self._stored, self.axes = image.size, stored, getattr(image, "axes", "")
         if channels != 1:
             raise BadImage(path, f"has {channels} channels: a mask has one number in each place, that of its class")
 

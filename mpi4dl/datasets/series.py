@@ -23,6 +23,7 @@ _NEEDED = [
     *("SeriesInstanceUID", "InstanceNumber", "ImagePositionPatient", "ImageOrientationPatient", "NumberOfFrames"),
     *("Rows", "Columns", "SamplesPerPixel", "RescaleSlope", "RescaleIntercept"),
 ]
+_SIDES = ("RL", "AP", "IS")  # of each axis of DICOM, to which smaller and larger numbers run
 _UNEVEN = 0.1  # of the distance of slices, by which it may differ
 
 
@@ -93,7 +94,19 @@ def open_series(path: Path) -> Opened:
             return np.empty((0, height, width), np.float32)
         return np.stack([_pixels(each.path)[rows, cols] for each in chosen])
 
-    return Opened((len(slices), *slices[0].shape), read_part, np.dtype(np.float32), scaled=True)
+    return Opened((len(slices), *first.shape), read_part, np.dtype(np.float32), scaled=True, axes=_axes(first.plane))
+
+
+def _axes(plane: Sequence[float]) -> str:
+    """To which sides of a patient columns, rows and slices run, by the numbers of ImageOrientationPatient."""
+    if len(plane) != 6:
+        return ""
+    sides = [(float(each[axis]), axis) for each in _directions(plane) for axis in [int(np.abs(each).argmax())]]
+    return "".join(_SIDES[axis][length > 0] for length, axis in sides)
+
+
+def _directions(plane: Sequence[float]) -> list[npt.NDArray[np.float64]]:
+    return [np.asarray(plane[:3]), np.asarray(plane[3:]), np.cross(plane[:3], plane[3:])]
 
 
 def _read(path: Path, **how: Any) -> Any:
@@ -113,7 +126,7 @@ def _slice(path: Path) -> _Slice:
         corner = [float(number) for number in found.get("ImagePositionPatient") or ()]
         shape = (int(found.Rows), int(found.Columns))
         if len(plane) == 6 and len(corner) == 3:
-            place = float(np.dot(np.cross(plane[:3], plane[3:]), corner))
+            place = float(np.dot(_directions(plane)[2], corner))
         else:
             place = float(found.InstanceNumber)
         series = str(found.SeriesInstanceUID)

@@ -15,6 +15,7 @@ from mpi4dl.datasets.base import IGNORED, BadImage, Dataset, DatasetError, Image
 from mpi4dl.datasets.files import StoredPicture
 from mpi4dl.datasets.split import Subset, in_whole
 from mpi4dl.datasets.transform import View
+from mpi4dl.datasets.volumes import other_axes
 from mpi4dl.geometry import Box
 
 # Images of a batch that are read box by box, when somebody asks: for images that are too large to lie in memory.
@@ -328,6 +329,9 @@ class _Reading:
                 found = " x ".join(map(str, label.size))
                 where = getattr(label, "path", f"the mask of sample {index}")
                 raise BadImage(where, f"is a mask of {found} pixels, but its image has {size}: they must be equal")
+            mine, theirs = (getattr(each, "axes", "") for each in (label, image))
+            if mine and theirs and mine != theirs:
+                raise BadImage(label.path, other_axes(mine, theirs, "its image"))
         elif label.shape[-len(image.size) :] != image.size:
             raise ValueError(
                 f"the label of sample {index} has shape {tuple(label.shape)}, but its image {size} "

@@ -29,6 +29,18 @@ from mpi4dl.geometry import Interval
 AXES = 3
 MOST_CHANNELS = 4
 AS_THEY_ARE = "as they are"
+_AXES = ", axes "
+
+
+def alike(values: str, others: str) -> bool:
+    """Whether volumes are read alike by their `values`; where one does not know its axes, they may be."""
+    (mine, _, axes), (theirs, _, their_axes) = values.partition(_AXES), others.partition(_AXES)
+    return mine == theirs and (axes == their_axes or not axes or not their_axes)
+
+
+def other_axes(mine: str, theirs: str, of: str) -> str:
+    """What is wrong with a volume whose axes run to other sides."""
+    return f"has axes {mine}, but {of} {theirs}: turn it, such as by nibabel.as_closest_canonical"
 
 
 def open_volume(path: Path) -> "VolumeFile":
@@ -52,7 +64,9 @@ class VolumeFile:
     """A volume, of which boxes can be read.
 
     Attributes:
-        values: what they are read as, "as they are" or "over 32767", which has to be alike in all volumes of a set.
+        values: what they are read as, "as they are" or "over 32767", with `axes` behind it.
+        axes: to which sides of a patient columns, rows and slices run, such as RAS; empty: unknown.
+        Both have to be alike in all volumes of a set.
     """
 
     def __init__(self, path: Path, opened: Opened) -> None:
@@ -61,7 +75,9 @@ class VolumeFile:
             raise BadImage(path, f"has shape {tuple(shape)}: expected depth, rows and columns, and perhaps channels")
         self._path, self._read_part, self._scaled = path, opened.read_part, opened.scaled
         dtype = np.dtype(opened.dtype)
+        self.axes = opened.axes
         self.values = AS_THEY_ARE if opened.scaled or dtype.kind not in "iu" else f"over {np.iinfo(dtype).max}"
+        self.values += _AXES + self.axes if self.axes else ""
         self._channel: int | None = None  # which dim
         if len(shape) > AXES:
             self._channel = AXES if shape[AXES] <= MOST_CHANNELS else 0
@@ -74,7 +90,9 @@ class VolumeFile:
         """Raise BadImage if other volumes have other channels, or values of another kind."""
         if self.channels != channels:
             raise BadImage(self._path, f"has {self.channels} channels where others have {channels}")
-        if values not in (None, self.values):
+        if values is not None and not alike(values, self.values):
+            if values.partition(_AXES)[0] == self.values.partition(_AXES)[0]:
+                raise BadImage(self._path, other_axes(self.axes, values.partition(_AXES)[2], "other volumes"))
             raise BadImage(
                 self._path,
                 f"values are read {self.values}, but those of other volumes {values}: write all of a set as NIfTI, or "
@@ -115,7 +133,9 @@ def _open_npz(path: Path) -> Opened:
 
 
 def _open_nifti(path: Path) -> Opened:
-    stored: Any = package("nibabel", f"{path}: reading it").load(path).dataobj
+    nibabel = package("nibabel", f"{path}: reading it")
+    file: Any = nibabel.load(path)
+    stored = file.dataobj
     if len(stored.shape) < AXES:
         raise BadImage(path, f"has shape {stored.shape}: expected x, y and z")
     x, y, z, *rest = stored.shape
@@ -125,7 +145,9 @@ def _open_nifti(path: Path) -> Opened:
         part = np.asarray(stored[(cols, rows, depth, *others)])
         return part.transpose(2, 1, 0, *range(AXES, part.ndim))
 
-    return Opened((z, y, x, *rest), read_part, stored.dtype, scaled=True)
+    known = file.header["qform_code"] > 0 or file.header["sform_code"] > 0
+    axes = "".join(nibabel.aff2axcodes(file.affine)) if known else ""
+    return Opened((z, y, x, *rest), read_part, stored.dtype, scaled=True, axes=axes)
 
 
 def _open_stack(path: Path) -> Opened:

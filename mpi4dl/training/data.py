@@ -15,6 +15,7 @@ from mpi4dl.datasets.base import task_of
 from mpi4dl.datasets.files import DEPTHS
 from mpi4dl.datasets.split import Named, in_whole
 from mpi4dl.datasets.transform import Fit
+from mpi4dl.datasets.volumes import alike
 from mpi4dl.options.declare import ConfigError
 from mpi4dl.options.sections.run import Run
 from mpi4dl.options.sources import FOLDS, DataSource, wholes
@@ -252,7 +253,7 @@ def _describe(
 def unlike_values(images: Any, trained_on: str | None) -> str | None:
     """The difference of values of volumes from the training's, recorded as `trained_on`, in one sentence."""
     values = getattr(images, "values", None)
-    if None not in (values, trained_on) and values != trained_on:
+    if values is not None and trained_on is not None and not alike(values, trained_on):
         if values in DEPTHS:
             what = "targets" if task_of(images) == "image" else "images"
             return f"{what} have {DEPTHS[values]}, but training had {DEPTHS.get(trained_on or '', trained_on)}"

@@ -52,7 +52,9 @@ def test_a_box_of_a_series_is_that_of_the_whole_in_its_units(tmp_path: Path) -> 
     values = noise()
     write_series(tmp_path / "p1", values, [3, 0, 4, 1, 2])
     volume = open_volume(tmp_path / "p1")
-    assert (volume.size, volume.channels, volume.values) == (SIZE, 1, "as they are")
+    assert (volume.size, volume.channels, volume.values) == (SIZE, 1, "as they are, axes LPS")
+    write_series(tmp_path / "p2", values[:1], ImageOrientationPatient=[0, 1, 0, 0, 0, -1])
+    assert open_volume(tmp_path / "p2").values == "as they are, axes PIR"
     for box in ((Interval(1, 4), Interval(2, 6), Interval(0, 3)), (Interval(2, 2), Interval(0, 2), Interval(1, 3))):
         part = values[tuple(slice(*cut) for cut in box)] * 2.0 - 1024
         assert np.array_equal(volume.read(*box)[..., 0], part.astype(np.float32))

@@ -22,6 +22,8 @@ from mpi4dl import datasets
 from mpi4dl.datasets import Augmentation, BadImage, DatasetError, Loader, Variation, View, transform
 from mpi4dl.datasets.arrays import Synthetic
 from mpi4dl.datasets.base import WholeImage
+from mpi4dl.datasets.kinds import VOLUMES
+from mpi4dl.datasets.sources import open_files
 from mpi4dl.datasets.volumes import open_volume
 from mpi4dl.geometry import Box, GridShape, Interval, Tiling
 from mpi4dl.training.data import unlike_values
@@ -128,14 +130,37 @@ def test_volumes_whose_values_are_of_other_kinds_are_refused(tmp_path: Path, fir
         datasets.open(tmp_path / "parts", size=SIZE)
 
 
+def test_volumes_whose_axes_run_to_other_sides_are_refused(tmp_path: Path) -> None:
+    def save(name: str, affine: Any, dtype: Any = np.int16) -> None:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        nibabel.save(nibabel.Nifti1Image(np.zeros((6, 7, 5), dtype), affine), path)
+
+    las = np.diag([-1, 1, 1, 1])
+    for name, affine in {"a/0": None, "a/1": np.eye(4), "b/2": np.eye(4), "b/3": las}.items():
+        save(f"{name}.nii", affine)
+    with pytest.raises(DatasetError, match=r"b/3.nii: has axes LAS, but other volumes RAS: turn it"):
+        datasets.open(tmp_path, size=SIZE, validation_fraction=0.5)
+    for number, affine in enumerate((las, np.eye(4))):
+        save(f"pairs/images/{number}.nii", las)
+        save(f"pairs/masks/{number}.nii", affine, np.uint8)
+    pairs = open_files(tmp_path / "pairs", VOLUMES)
+    view = View(SIZE, "crop", mean=(0,), std=(1,))
+    with pytest.raises(BadImage, match=r"masks/1.nii: has axes RAS, but its image LAS: turn it"):
+        list(Loader(pairs, view, 1, lambda n: [Box(Interval(0, n), *(Interval(0, side) for side in SIZE))]).epoch(0))
+
+
 def test_a_model_gets_values_of_the_kind_that_it_was_trained_on(tmp_path: Path) -> None:
     for name, (kind, dtype) in {"nifti": ("nifti", "int16"), "npy": ("npy", "int16")}.items():
         for label in "ab":
             (tmp_path / name / label).mkdir(parents=True)
             SAVE[kind][1](tmp_path / name / label / f"{label}{SAVE[kind][0]}", noise(*SIZE, dtype=dtype))
     nifti, npy = (datasets.open(tmp_path / n, size=SIZE, validation_fraction=0.5)[0] for n in ("nifti", "npy"))
-    assert (nifti.values, npy.values) == ("as they are", "over 32767")
+    assert (nifti.values, npy.values) == ("as they are, axes RAS", "over 32767")
     assert unlike_values(npy, None) is unlike_values(nifti, "as they are") is None
+    assert "axes RAS, but those of training were as they are, axes LAS" in str(
+        unlike_values(nifti, "as they are, axes LAS")
+    )
     assert "are read over 32767, but those of training were as they are" in str(unlike_values(npy, "as they are"))
 
 
