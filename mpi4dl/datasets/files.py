@@ -205,27 +205,40 @@ def channel_names(count: int) -> tuple[str, ...]:
 
 
 class StoredPicture:
-    """A picture of `channels`, whose `values` are of the type `depth` in its file. Pixels of `no_data` have none.
+    """A picture of `channels`, whose `values` are of the type `depth` in its file.
 
+    Pixels of `no_data` have none, nor have those where `inside`, a mask, is 0.
     Of a target, `scale` says how many times as large as its input it is.
     `gaps`: pixels that are not-a-number have no data; of other images they are errors.
     """
 
     gaps = True
 
-    def __init__(self, path: Path, stored: Image, channels: int, depth: str, no_data: float | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        stored: Image,
+        channels: int,
+        depth: str,
+        no_data: float | None = None,
+        inside: Image | None = None,
+    ) -> None:
         self.path, self.size, self.channels, self.values = path, stored.size, channels, depth
-        self.scale, self._stored, self._no_data = 1, stored, no_data
+        self.scale, self._stored, self._no_data, self._inside = 1, stored, no_data, inside
 
     def read(self, *space: Interval) -> Values:
         """A box, (rows, columns, channels): uint8, or float32 that is 0 to 1 of 16 bits, and as stored of 32.
 
-        Where no data is marked by a value, it is float32, and not-a-number there. Raises BadImage.
+        Where no data is marked by a value or a mask, it is float32, and not-a-number there. Raises BadImage.
         """
         with blaming(self.path):
             stored = self._stored.read(*space)
             values = unit_values(stored)
-            return values if self._no_data is None else np.where(stored == self._no_data, np.nan, _unit(values))
+            if self._no_data is not None:
+                values = np.where(stored == self._no_data, np.float32(np.nan), _unit(values))
+            if self._inside is not None:
+                values = np.where(self._inside.read(*space)[..., None], _unit(values), np.float32(np.nan))
+            return values
 
     def require(self, channels: int, depth: str | None, noun: str) -> None:
         """Raise BadImage if other pictures of this kind have other channels, or another depth."""

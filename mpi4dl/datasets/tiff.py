@@ -142,16 +142,18 @@ def open_tiff(path: Path, indices: bool = False) -> Image:
         BadImage: damaged, truncated, a stack of images, or with a number of channels that no colour image has.
         Unsupported: intact, but of colours that this reader leaves to Pillow.
     """
-    return _opened_as(_Indices if indices else _Tiff, path)[0]
+    image, _, inside = _opened_as(_Indices if indices else _Tiff, path)
+    return image if indices or inside is None else _OnWhite(image, inside)
 
 
-def open_values(path: Path, bands: Sequence[int] = ()) -> tuple[Image, int, str, float | None]:
+def open_values(path: Path, bands: Sequence[int] = ()) -> tuple[Image, int, str, float | None, Image | None]:
     """The same with values as they are stored, of all channels, or of these, counted from 1.
 
-    With it come the number of channels, the type of values, and the value of pixels that have none. Raises BadImage.
+    With it come the number of channels, the type of values, the value of pixels that have none, and the mask of the
+    file, 0 where pixels have none. Raises BadImage.
     """
-    image, stored = _opened_as(partial(_Values, bands=bands), path)
-    return image, len(stored.blank), stored.blank.dtype.name, stored.no_data
+    image, stored, inside = _opened_as(partial(_Values, bands=bands), path)
+    return image, len(stored.blank), stored.blank.dtype.name, stored.no_data, inside
 
 
 def has_bands(path: Path) -> bool:
@@ -186,13 +188,16 @@ def chosen_bands(path: Path, bands: Sequence[int], count: int) -> list[int]:
     return [band - 1 for band in bands] or [*range(count)]
 
 
-def _opened_as(kind: "Callable[..., _Tiff]", path: Path) -> "tuple[Image, Any]":
+def _opened_as(kind: "Callable[..., _Tiff]", path: Path) -> "tuple[Image, Any, Image | None]":
+    """The image upright, as it is stored, and the mask that the file has of it, if there is one."""
     with opened(path) as file:
         _check_segments(path, file.pages[0])
         _check_directories(path, file)
         pages, _ = _pages_of_slide(path, file)
-        stored = kind(path, pages, file.ome_metadata)
-        return upright(stored, pages[0].tags.valueof(TAG)), stored
+        stored, tag = kind(path, pages, file.ome_metadata), pages[0].tags.valueof(TAG)
+        masks = (page for page in file.pages if page.index > pages[0].index and _is_mask(page))
+        mask = next((page for page in masks if page.shape[:2] == stored.size), None)
+        return upright(stored, tag), stored, upright(_Indices(path, [mask], None), tag) if mask else None
 
 
 @contextmanager
@@ -292,9 +297,17 @@ def _scanner(page: Any) -> str | None:
 
 def _is_beside(page: Any) -> bool:
     """Whether a page says that it is a label, an overview, or a mask."""
-    kind = page.tags.valueof("NewSubfileType", 0) if hasattr(page, "tags") else 0
     described = "" if getattr(page, "is_ome", False) else getattr(page, "description", "") or ""
-    return kind == MACRO or bool(kind & MASK) or bool(BESIDE.search(described))
+    return _kind(page) == MACRO or _is_mask(page) or bool(BESIDE.search(described))
+
+
+def _is_mask(page: Any) -> bool:
+    """Whether a page says which pixels of another page have values."""
+    return bool(_kind(page) & MASK)
+
+
+def _kind(page: Any) -> int:
+    return page.tags.valueof("NewSubfileType", 0) if hasattr(page, "tags") else 0
 
 
 def _shows_the_same(finer: Image, coarser: Image) -> bool:
@@ -500,6 +513,16 @@ class _Tiff:
         except Exception as error:  # each codec has its own kinds of error for bytes that it cannot decode
             raise BadImage(self._path, f"tile {index} cannot be decoded: {error}") from error
         return samples[0, rows]
+
+
+class _OnWhite:
+    """A picture that is white where its mask is 0."""
+
+    def __init__(self, image: Image, inside: Image) -> None:
+        self.size, self._image, self._inside = image.size, image, inside
+
+    def read(self, *space: Interval) -> npt.NDArray[Any]:
+        return np.where(self._inside.read(*space)[..., None], self._image.read(*space), np.uint8(WHITE))
 
 
 class _Indices(_Tiff):

@@ -10,7 +10,7 @@ import tifffile
 
 from mpi4dl import datasets, models
 from mpi4dl.datasets import BadImage, DatasetError, View
-from mpi4dl.datasets.files import open_stored_picture
+from mpi4dl.datasets.files import open_image, open_stored_picture
 from mpi4dl.datasets.sources import open_files
 from mpi4dl.datasets.statistics import merged, moments_of
 from mpi4dl.geometry import Interval
@@ -82,6 +82,29 @@ def test_channels_that_are_pages_of_ome(tmp_path: Path) -> None:
     tifffile.imwrite(path, pages, ome=True, photometric="minisblack", metadata={"axes": "CYX"}, **TILED)
     read = open_stored_picture(path, (5, 3)).read(Interval(2, 30), Interval(0, WIDTH))
     assert np.array_equal(read, shares(values[2:30, :, [4, 2]]))
+
+
+@pytest.mark.parametrize(("dtype", "bands"), [("uint8", 3), ("uint8", 1), ("uint16", 5), ("float32", 2)])
+def test_pixels_outside_the_mask_in_a_file(tmp_path: Path, dtype: str, bands: int) -> None:
+    values, inside = raster(dtype, bands), np.ones((HEIGHT, WIDTH), bool)
+    inside[:11, 7:] = False
+    path = tmp_path / "a.tif"
+    with tifffile.TiffWriter(path) as file:
+        for step in (1, 2):  # a level of a pyramid has a mask of its own
+            level = np.ascontiguousarray(values[::step, ::step].squeeze())
+            how: dict[str, Any] = {"planarconfig": "contig"} if bands > 1 else {}
+            how["photometric"] = "rgb" if bands == 3 else "minisblack"
+            file.write(level, subfiletype=step - 1, metadata=None, **how, **TILED)
+            file.write(inside[::step, ::step], photometric=4, subfiletype=3 + step, metadata=None, **TILED)
+    rows, cols = Interval(3, HEIGHT), Interval(2, WIDTH)
+    shown, read = inside[3:, 2:], open_stored_picture(path).read(rows, cols)
+    unit = read / np.float32(255 if read.dtype == np.uint8 else 1)
+    expected = values / np.float32(255) if dtype == "uint8" else shares(values)
+    assert np.array_equal(np.isnan(unit), np.broadcast_to(~shown[..., None], unit.shape))
+    assert np.allclose(unit[shown], expected[3:, 2:][shown], rtol=1e-6)
+    if dtype == "uint8":
+        pixels = open_image(path).read(rows, cols)
+        assert np.array_equal(pixels, np.broadcast_to(np.where(shown[..., None], values[3:, 2:], 255), pixels.shape))
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,7 @@ OPERATORS = {
         roll flip fliplr flipud rot90 repeat_interleave unbind select __getitem__ dist
         matmul bmm __rmatmul__ baddbmm tensordot nn.functional.linear nn.functional.cosine_similarity
         nn.functional.grid_sample
+        diff nn.functional.avg_pool3d
         min/reduction_with_dim mode msort nanmean nanmedian nanquantile nansum prod quantile sort argsort std
         std/unbiased std_mean std_mean/unbiased sum sum_to_size topk var var/unbiased var_mean var_mean/unbiased
         """.split(),

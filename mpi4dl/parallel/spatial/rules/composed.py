@@ -43,9 +43,11 @@ def diff(
     input: Tensor, n: int = 1, dim: int = -1, prepend: Tensor | None = None, append: Tensor | None = None
 ) -> Tensor:
     """Differences of neighbours along a dim, n times."""
-    ends = [x for x in (prepend, input, append) if x is not None]
-    y = torch.cat(ends, dim) if len(ends) > 1 else input
-    for _ in range(n):
+    if n < 0:
+        raise RuntimeError(f"torch.diff takes n of 0 or more, but got {n}")
+    ends = [x for x in (prepend, input, append) if x is not None and (n or x is input)]
+    y = torch.cat(ends, dim) if len(ends) > 1 else input.clone()
+    for _ in range(min(n, y.shape[dim])):
         after, before = y.narrow(dim, 1, y.shape[dim] - 1), y.narrow(dim, 0, y.shape[dim] - 1)
         y = after ^ before if y.dtype == torch.bool else after - before
     return y

@@ -467,9 +467,10 @@ def _parted(x: Tensor, indices: Sequence[Any], rows: bool = False) -> tuple[list
 
 @register(*named("narrow"), flat=True)
 def narrow(input: SpatialTensor, dim: int, start: int, length: int) -> Tensor:
-    start = start + input.shape[dim] if start < 0 else start
-    if start + length > input.shape[dim]:
-        raise RuntimeError(f"start ({start}) + length ({length}) exceeds dimension size ({input.shape[dim]})")
+    size = input.shape[dim]
+    start = start + size if start < 0 else start
+    if start < 0 or length < 0 or start + length > size:
+        raise RuntimeError(f"narrow takes rows within {size}, but got start {start} and length {length}")
     return crop(input, dim % input.dim(), slice(start, start + length))
 
 

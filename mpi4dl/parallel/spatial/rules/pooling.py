@@ -168,8 +168,8 @@ def windows_of(
 ) -> tuple[Window, ...]:
     kernels, paddings, dilations = each(kernel, count), each(padding, count), each(dilation, count)
     strides = kernels if stride is None or (not isinstance(stride, int) and not len(stride)) else each(stride, count)
-    if any(2 * paddings[i] > kernels[i] for i in range(count)):
-        raise RuntimeError(f"pad should be at most half of the effective kernel size, but got {paddings} and {kernels}")
+    if not all(0 <= 2 * paddings[i] <= kernels[i] for i in range(count)):
+        raise RuntimeError(f"pad should be from 0 to half of the effective kernel size: got {paddings} and {kernels}")
     return tuple(
         Window(kernels[i], strides[i], paddings[i], paddings[i], dilations[i], ceil_mode) for i in range(count)
     )
