@@ -175,8 +175,16 @@ class _Loop:
         grid, records = self.tiles.grid, torch.is_grad_enabled()
         if grid.size == 1 or self._is_running or ForwardPass.now() is not None:
             return forward(*args, **kwargs)
-        if torch._C._are_functorch_transforms_active():
-            raise Refusal("torch.func transforms a model on tiles, which is not possible: use torch.autograd.grad")
+        if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+            raise Refusal(
+                "torch.func or forward-mode AD transforms a model on tiles, which is not possible: use "
+                "torch.autograd.grad"
+            )
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+            raise Refusal(
+                "a model on tiles is exported or traced, which is not possible: export the plain model, which is "
+                "pickle.loads(pickle.dumps(model))"
+            )
         mode = model.training, records
         number = self._num_calls[mode] = self._num_calls.get(mode, 0) + 1
         checks = number <= FIRST or number % EVERY == 0

@@ -160,6 +160,15 @@ def sam(wrap: Wrap) -> list[Tensor]:
     return found_in(model)
 
 
+def both_modes(wrap: Wrap) -> list[Tensor]:
+    """A forward pass in evaluation, whose statistics one in training changes before the backward pass."""
+    model = wrap(made())
+    for images, labels in batches(2):
+        loss = F.cross_entropy(model.eval()(images), labels)
+        (loss + F.cross_entropy(model.train()(images.flip(3)), labels)).backward()
+    return found_in(model)
+
+
 def lbfgs(wrap: Wrap) -> list[Tensor]:
     model = wrap(made().eval())
     optimizer = torch.optim.LBFGS([p for p in model.parameters() if p.requires_grad], lr=0.1, max_iter=3)
@@ -318,14 +327,20 @@ def recomputed(wrap: Wrap) -> list[Tensor]:
 
 
 def compiled(wrap: Wrap) -> list[Tensor]:
-    """A model that is compiled, and one in a function that is."""
+    """A model that is compiled, a layer of it, and one in functions that are, with and without its backward pass."""
     model = wrap(made())
     optimizer, alone = sgd(model), torch.compile(model, backend="eager")
-    for compute in (alone, torch.compile(lambda x: model(x) * 2, backend="eager")):
+
+    def step(compute: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor) -> None:
+        F.cross_entropy(compute(images), labels).backward()
+
+    for compute in (alone, torch.compile(lambda x: model(x) * 2, backend="eager"), model):
         for images, labels in batches(2):
             optimizer.zero_grad()
-            F.cross_entropy(compute(images), labels).backward()
+            (torch.compile(step, backend="eager") if compute is model else step)(compute, images, labels)
             optimizer.step()
+    model.first.compile(backend="eager")
+    F.cross_entropy(model(images), labels).backward()
     return found_in(model)
 
 
@@ -571,9 +586,11 @@ class Adjusting(Network):
             self.norm.zero_grad()
         self.again_too = self.again.weight
         self.norm.requires_grad_(len(self.seen) < 4)
+        self.again.weight.requires_grad = len(self.seen) != 2
         biases = [p for name, p in self.named_parameters() if "bias" in name and isinstance(p, nn.Parameter)]
         logits = super().forward(x) + sum(p.square().sum() for p in biases if p.is_leaf)
         self.norm.requires_grad_()
+        self.again.weight.requires_grad = True
         return logits
 
 

@@ -280,10 +280,16 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
 
         wrap(made(Weighted))(images)
 
-    @refused_with("Refusal: torch.func transforms a model on tiles")
+    @refused_with("Refusal: torch.func or forward-mode AD transforms a model on tiles")
     def a_transform(wrap: Wrap) -> None:
         model = wrap(made())
+        with torch.autograd.forward_ad.dual_level(), pytest.raises(mpi4dl.Refusal, match="forward-mode AD"):
+            model(images)
         torch.func.grad(lambda x: model(x).sum())(images)
+
+    @refused_with("Refusal: a model on tiles is exported or traced")
+    def exported(wrap: Wrap) -> None:
+        torch.export.export(wrap(made().eval()), (images,))
 
     @refused_with("RuntimeError: the gradients of several outputs in one backward pass")
     def batched_gradients(wrap: Wrap) -> None:
@@ -319,7 +325,7 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
         tiles = mpi4dl.tiles(1, comm.size, comm=comm)
         F.cross_entropy(tiles.whole(made()(tiles.cut(images))), labels).backward()
 
-    assert len(found) == 20
+    assert len(found) == 21
     assert {name: message for name, (words, message) in found.items() if not message.startswith(words)} == {}
 
 

@@ -85,7 +85,7 @@ class UsedParameter(nn.Parameter):
     """The values of `parameter` in a forward pass. What is asked of it or changed beside them is the parameter's."""
 
     parameter: nn.Parameter
-    grad, data, is_leaf, grad_fn = (_attribute(name) for name in ("grad", "data", "is_leaf", "grad_fn"))
+    grad, data, is_leaf, grad_fn, requires_grad = map(_attribute, "grad data is_leaf grad_fn requires_grad".split())
     requires_grad_ = _method(Tensor.requires_grad_)
     register_hook = _method(unwrap(Tensor.register_hook))
     register_post_accumulate_grad_hook = _method(Tensor.register_post_accumulate_grad_hook)

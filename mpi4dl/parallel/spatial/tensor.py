@@ -473,21 +473,11 @@ def tell_gathered(x: SpatialTensor, num_bytes: int) -> None:
 
 @functools.cache
 def _run_eagerly() -> None:
-    """Keep `torch.compile` from tracing rules: a compiled model runs them as they are.
+    """Keep `torch.compile` from tracing rules, also in backward passes: a compiled model runs them as they are.
 
     It is done for tensors that are spread once there is a compiler, since importing one takes a second.
     """
-    from torch._C._dynamo.eval_frame import get_eval_frame_callback
-    from torch._dynamo.decorators import skip
-
-    rules = SpatialTensor.__dict__["__torch_function__"].__func__
-    untraced = torch.compiler.disable(rules)
-
-    @skip
-    def run(*call: Any) -> Any:
-        return (rules if get_eval_frame_callback() is None else untraced)(*call)
-
-    SpatialTensor.__torch_function__ = classmethod(run)  # type: ignore
+    torch._dynamo.trace_rules.add("mpi4dl")
 
 
 def in_arguments(

@@ -258,7 +258,8 @@ def batch_norm(
         result.fulfil(y)
         if running_mean is not None and running_var is not None and moments is not None:
             known = moments.to(running_mean.dtype)
-            torch._foreach_lerp_([running_mean.detach(), running_var.detach()], [known[0], known[2]], momentum)
+            running = [running_mean.data, running_var.data]  # without a count of writes, as PyTorch's own
+            torch._foreach_lerp_(running, [known[0], known[2]], momentum)
 
     patient = halo_prefetch.can_wait(weight)
     if (patient or halo_prefetch.waiting) and may_wait(halo_prefetch, x, weight, bias):
@@ -291,7 +292,7 @@ def _batch_norm_of_own(
         told = torch.stack([known[mine.start : mine.stop] for known in running])
         every = gather(as_own(told, grid, split, 1))
         for known, found in zip(running, every, strict=True):
-            known.detach().copy_(found)
+            known.data.copy_(found)
     return y
 
 
