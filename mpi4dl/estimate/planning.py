@@ -29,7 +29,6 @@ from mpi4dl.options.build import options_of_plan
 from mpi4dl.options.declare import ConfigError
 from mpi4dl.options.models import without_rules
 from mpi4dl.options.sections.parallel import Parallel
-from mpi4dl.options.tasks import compares_samples
 from mpi4dl.parallel.costs.cost_model import Profiler
 from mpi4dl.parallel.costs.store import Store, machine
 from mpi4dl.parallel.plan import Plan
@@ -111,8 +110,7 @@ class Candidates(NamedTuple):
         for each in candidates(num_ranks, len(found.cuttable), image, degrees, kept, accumulate):
             with suppress(ConfigError):  # images of their own sizes share no microbatch
                 plans.append(work.plan(**options_of_plan(each, accumulate)))
-        whole = compares_samples(work.config)
-        return [each for each in plans if not whole or each.num_microbatches_of_all == 1]
+        return [each for each in plans if not work.compares_samples or each.num_microbatches_of_all == 1]
 
 
 @contextmanager
