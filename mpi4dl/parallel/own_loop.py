@@ -32,6 +32,7 @@ from mpi4dl._randomness import RandomStates
 from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.comm.exchange import once_differentiable, running_forward
 from mpi4dl.geometry import SPACE, GridShape
+from mpi4dl.parallel.replicas.buckets import is_expanded
 from mpi4dl.parallel.replicas.optimizer_traits import backward_hook_in, modules_of
 from mpi4dl.parallel.replicas.parameter_sums import (
     ForwardPass,
@@ -51,10 +52,6 @@ from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, guards,
 ModelT = TypeVar("ModelT", bound=nn.Module)
 FIRST = 3  # forward passes of training in which ranks compare what they have
 EVERY = 100  # and of those that follow every one of this number
-
-
-def _is_expanded(x: Tensor) -> bool:
-    return any(n > 1 and not step for n, step in zip(x.shape, x.stride(), strict=True))
 
 
 def parallelize(
@@ -110,7 +107,7 @@ def parallelize(
             raise ValueError(f"{lazy} of the model has no shape yet: call the model once before it is parallelized")
     comm.agree(None, model=crc32(repr([(name, tuple(x.shape), str(x.dtype)) for name, x in values]).encode()))
     for _, x in values if comm.size > 1 else ():
-        if x.layout is torch.strided and not _is_expanded(x):  # others are compared in the first forward pass
+        if x.layout is torch.strided and not is_expanded(x):  # others are compared in the first forward pass
             comm.broadcast(x.data)
     torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[method-assign, assignment]
     cut.grid.loop = outputs  # type: ignore[assignment]
