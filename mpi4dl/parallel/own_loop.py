@@ -13,11 +13,10 @@ import functools
 import operator
 import re
 import weakref
-from collections import UserList
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import contextmanager, nullcontext
 from math import isqrt, prod
-from types import CellType, FunctionType, GeneratorType, MethodType, ModuleType
+from types import GeneratorType
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -32,6 +31,7 @@ from mpi4dl._randomness import RandomStates
 from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.comm.exchange import functions_behind, linear, running_forward
 from mpi4dl.geometry import SPACE, GridShape
+from mpi4dl.parallel.inputs import tensors_within
 from mpi4dl.parallel.replicas.buckets import is_expanded
 from mpi4dl.parallel.replicas.optimizer_traits import backward_hook_in, modules_of
 from mpi4dl.parallel.replicas.parameter_sums import (
@@ -620,7 +620,7 @@ def mapped(
     if kind in pytree.SUPPORTED_NODES:
         leaves, structure = pytree.tree_flatten(value, is_leaf=lambda x: x is not value)
         return pytree.tree_unflatten([mapped(x, of, lenient, copies) for x in leaves], structure)
-    if not lenient and (isinstance(value, GeneratorType) or next(_tensors_of(value), None) is not None):
+    if not lenient and (isinstance(value, GeneratorType) or next(tensors_within(value), None) is not None):
         raise TypeError(
             f"a {kind.__name__} with tensors goes in or out of a model on tiles, or stays in it: use tensors, tuples, "
             "lists, dicts, dataclasses, or make it known by torch.utils._pytree.register_pytree_node"
@@ -686,24 +686,6 @@ def tensors_in(value: Any) -> list[Tensor]:
 
     mapped(value, note, lenient=True)
     return found
-
-
-def _tensors_of(value: Any, depth: int = 4) -> Iterator[Tensor]:
-    """Tensors within an object of any kind."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth and isinstance(value, MethodType | FunctionType):
-        cells = [cell for cell in getattr(value, "__closure__", None) or () if cell != CellType()]  # but empty ones
-        yield from _tensors_of([getattr(value, "__self__", None), *(cell.cell_contents for cell in cells)], depth - 1)
-    elif depth and not isinstance(value, (str, bytes, int, float, type, ModuleType, nn.Module, torch.Generator)):
-        slots = (getattr(value, name, None) for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
-        inner = list(getattr(value, "__dict__", {}).values())
-        if isinstance(value, Mapping):
-            inner += list(value.values())
-        elif isinstance(value, (*NESTS, UserList)):
-            inner += list(value)
-        for x in (*inner, *slots):
-            yield from _tensors_of(x, depth - 1)
 
 
 def checksum(tensors: Sequence[Tensor]) -> int:
