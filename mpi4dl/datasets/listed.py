@@ -93,7 +93,9 @@ def subfolders(root: Path) -> tuple[str, ...]:
         DatasetError: `root` is no folder.
     """
     if not root.is_dir():
-        what = "is a file, not a folder of images" if root.exists() else "no such folder"
+        what = "no such folder"
+        if root.exists():
+            what = "is a file, not a folder of images, nor a table, which ends in .csv (in Excel, save it as CSV UTF-8)"
         raise DatasetError(f"{root}: {what}; {LAYOUT}")
     found = (entry.name for entry in root.iterdir() if entry.is_dir() and not is_zarr(entry))
     return tuple(sorted(filter(visible, found)))
