@@ -23,7 +23,7 @@ import numpy.typing as npt
 from mpi4dl._files import open_regular
 from mpi4dl.datasets import series, tiff
 from mpi4dl.datasets.base import BadImage, Opened, Slices, Values, package, unit_values
-from mpi4dl.datasets.files import blaming, check_unpacked
+from mpi4dl.datasets.files import DICOM, blaming, check_unpacked, is_dicom
 from mpi4dl.geometry import Interval
 
 AXES = 3
@@ -51,10 +51,10 @@ def open_volume(path: Path) -> "VolumeFile":
         DatasetError: the package that reads this format is not installed.
     """
     with blaming(path):
-        name = next((each.name for each in sorted(path.iterdir())), "") if path.is_dir() else path.name
-        if name == path.name:
+        if not path.is_dir():
             open_regular(path).close()
-        suffix = next((suffix for suffix in VOLUME_SUFFIXES if name.lower().endswith(suffix)), None)
+        of_dicom = DICOM if path.is_dir() or is_dicom(path) else None
+        suffix = of_dicom or next((suffix for suffix in VOLUME_SUFFIXES if path.name.lower().endswith(suffix)), None)
         if suffix is None:
             raise BadImage(path, f"is no volume: those end in {' '.join(VOLUME_SUFFIXES)}")
         return VolumeFile(path, VOLUME_SUFFIXES[suffix](path))
@@ -191,7 +191,7 @@ FORMATS: Mapping[str, tuple[Callable[[Path], Opened], Callable[..., Any] | None]
     ".tiff": (_open_stack, None),
     ".nii": (_open_nifti, None),
     ".nii.gz": (_open_nifti, None),
-    series.SUFFIX: (series.open_series, series.grouped),
+    DICOM: (series.open_series, series.grouped),
 }
 VOLUME_SUFFIXES = {suffix: opened for suffix, (opened, _) in FORMATS.items()}
 GROUPED = {suffix: grouped for suffix, (_, grouped) in FORMATS.items() if grouped is not None}
