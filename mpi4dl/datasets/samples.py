@@ -48,6 +48,7 @@ from mpi4dl.datasets.table import (
     identifies,
     learnt_columns,
     part_named,
+    require_apart,
     require_one_way,
     require_values,
     says_none,
@@ -479,6 +480,7 @@ def read_folder(
         if classes is not None and other is not None:
             told = f"has the class {other!r}, but the classes of training are {', '.join(classes)}"
             raise DatasetError(f"{folder}: {told}")
+        require_apart(sorted(names), folder)
         task, classes = "classify", classes or tuple(sorted(names))
         if len(classes) < 2:
             told = f"has only slides of class {classes[0]!r}; a classifier needs two subfolders or more"

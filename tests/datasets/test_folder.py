@@ -109,6 +109,9 @@ WRONG = {  # the folder, what is in it, the classes of training, and the message
         "", ("train/a/1.png",), None,
         "has only one class folder, 'train': add ROOT/val, or give ROOT/train; a classifier needs two",
     ),
+    "one class in two spellings": (
+        "", ("Tumor/1.png", "tumor /1.png"), None, "has the classes 'Tumor' and 'tumor ': write one class in one way"
+    ),
     "another class": (
         "", ("z/1.png",), ("a", "b"), "has the class 'z', but the training set has only a, b: rename or remove it"
     ),
