@@ -108,3 +108,17 @@ def forked(devices: Iterable[torch.device] = (), enabled: bool = True) -> Iterat
     finally:
         if states is not None:
             states.put()
+
+
+def seed_host(seed: int) -> None:
+    """Seed PyTorch's generator on the host, Python's and NumPy's. Unlike torch.manual_seed it leaves GPUs alone."""
+    torch.default_generator.manual_seed(seed)
+    seed_python(seed)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Within this context the generators of the host begin with this seed; behind it they go on as before."""
+    with forked():
+        seed_host(seed)
+        yield

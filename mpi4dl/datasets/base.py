@@ -81,6 +81,7 @@ class Opened(NamedTuple):
     """A file of a volume whose header was read: its shape, what gives slices of all dims, and the type that it stores.
 
     `scaled`: values have units of their own, which they are read in, and so do not depend on the type.
+    `channel`: which dim has channels, if the file says it.
     `axes`: to which sides of a patient columns, rows and slices run, such as RAS: right, front, head; empty: unknown.
     """
 
@@ -89,6 +90,7 @@ class Opened(NamedTuple):
     dtype: Any
     scaled: bool = False
     axes: str = ""
+    channel: int | None = None
 
 
 class Dataset(Protocol):

@@ -5,6 +5,7 @@
 
 import io
 import os
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -93,6 +94,21 @@ ZARR_SUFFIXES = (".zarr", ".ome.zarr")
 SUFFIXES = PICTURE_SUFFIXES + SLIDE_SUFFIXES + ZARR_SUFFIXES
 DICOM = ".dcm"  # of files that are a slide together with others in their folder
 WHOLE_SLIDES = (*PICTURE_SUFFIXES, *SLIDE_SUFFIXES, DICOM)
+# As scanners and archives name files of DICOM: without an ending, or by identifiers of digits and points.
+_NAMED_OTHERWISE = re.compile(r"(?!DICOMDIR$)([^.]*|.*\.([0-9]+|ima))", re.IGNORECASE)
+
+
+def is_dicom(path: Path) -> bool:
+    """Whether a file is of DICOM: by its ending, or by its first bytes where it has none, or one of digits."""
+    if path.name.lower().endswith(DICOM):
+        return True
+    try:
+        if not _NAMED_OTHERWISE.fullmatch(path.name):
+            return False
+        with open_regular(path) as file:
+            return file.read(132)[128:] == b"DICM"
+    except OSError:  # what cannot be read says nothing
+        return False
 
 
 def is_zarr(path: Path) -> bool:

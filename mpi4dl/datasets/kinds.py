@@ -68,8 +68,9 @@ class FileKind:
             paths = sorted({*paths} - {*others})
         found, parts_of = [], dict[str, str]()
         for suffix, grouped in self.grouped.items():
-            together = [path for path in paths if path.name.lower().endswith(suffix)]
-            paths = [path for path in paths if not path.name.lower().endswith(suffix)]
+            apart = tuple(each for each in self.suffixes if each != suffix)
+            together = [path for path in paths if not path.name.lower().endswith(apart)]
+            paths = [path for path in paths if path.name.lower().endswith(apart)]
             for main, parts, alone in grouped(together) if together else ():
                 path = main.parent if alone and main.parent != folder else main
                 found.append(path.relative_to(folder).as_posix())

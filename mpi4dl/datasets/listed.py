@@ -18,6 +18,7 @@ from mpi4dl.datasets.files import (
     ZARR_SUFFIXES,
     Channels,
     StoredPicture,
+    is_dicom,
     is_zarr,
     open_image,
     open_stored_picture,
@@ -93,7 +94,9 @@ def subfolders(root: Path) -> tuple[str, ...]:
         DatasetError: `root` is no folder.
     """
     if not root.is_dir():
-        what = "is a file, not a folder of images" if root.exists() else "no such folder"
+        what = "no such folder"
+        if root.exists():
+            what = "is a file, not a folder of images, nor a table, which ends in .csv (in Excel, save it as CSV UTF-8)"
         raise DatasetError(f"{root}: {what}; {LAYOUT}")
     found = (entry.name for entry in root.iterdir() if entry.is_dir() and not is_zarr(entry))
     return tuple(sorted(filter(visible, found)))
@@ -307,7 +310,7 @@ def files_at(path: Path) -> list[Path]:
     if is_zarr(path):
         places = (folder / name for folder in (path, path / "0") for name in METADATA_OF_ZARR)
         return [each for each in places if each.is_file()]
-    return sorted(each for each in path.iterdir() if visible(each.name) and each.name.lower().endswith(DICOM))
+    return sorted(each for each in path.iterdir() if visible(each.name) and is_dicom(each))
 
 
 def num_bytes_of(path: Path) -> int:
@@ -327,12 +330,13 @@ def known_size(path: Path) -> int:
 
 
 def files_below(folder: Path, suffixes: tuple[str, ...], without: Collection[str] = ()) -> Iterator[Path]:
-    """The files below a folder that end so; `without` what is in folders of these names."""
+    """The files below a folder that end so, or begin like DICOM; `without` what is in folders of these names."""
     for parent, folders, names in os.walk(folder):
         # A scanner's MRXS slide is one file beside a folder of its data; nothing in there ends like an image.
         folders[:] = [name for name in folders if visible(name) and name not in without]
         zarrs = [name for name in folders if name.lower().endswith(ZARR_SUFFIXES)]
         folders[:] = [name for name in folders if name not in zarrs]
         of_zarr = [name for name in zarrs if name.lower().endswith(suffixes)]
-        named = (name for name in names if visible(name) and name.lower().endswith(suffixes))
-        yield from (Path(parent, name) for name in (*of_zarr, *named))
+        paths = (Path(parent, name) for name in names if visible(name))
+        named = (p for p in paths if p.name.lower().endswith(suffixes) or (DICOM in suffixes and is_dicom(p)))
+        yield from (*(Path(parent, name) for name in of_zarr), *named)

@@ -48,6 +48,7 @@ from mpi4dl.datasets.table import (
     identifies,
     learnt_columns,
     part_named,
+    require_apart,
     require_one_way,
     require_values,
     says_none,
@@ -70,6 +71,10 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "annotation": ("annotation", "annotations", "mask"),
     "weight": (),  # a column `weight` may be that of bodies: the user names it
 }
+# Of patients also other names, where a table has none of the usual ones.
+_OF_PATIENTS = re.compile(
+    r"(case|patient|patienten|pat|subject|participant|donor)(_?(id|no|nr|num|number|nummer|name|code|key|uid))?|mrn|pid"
+)
 MAY_BE_WEIGHTS = ("weight", "weights", "sample_weight")
 LABEL_COLUMNS = ("label", "labels", "class", "target")
 CLASS_COLUMNS = ("label", "labels", "class")  # whole numbers in these are classes
@@ -217,6 +222,9 @@ def read_samples(
     if "weight" not in taken:
         maybe = [name for name in unused if folded_column(name) in MAY_BE_WEIGHTS]
         remarks += tuple(f"`weight_column` {name} would weigh each {kind.noun} in the loss" for name in maybe[:1])
+    for name in unused if "patient" not in taken else ():
+        if identifies(name) and len({line.values[name] for line in lines}) < len(lines):
+            remarks += (f"`patient_column` {name} would keep {kind.nouns} that are alike there together",)
     if len(files) > len(rows):
         remarks += (f"{counted(len(files) - len(rows), kind.noun, kind.nouns)} below {root} not in the table",)
     return SampleTable(found_task, names, rows, taken, remarks)
@@ -255,6 +263,8 @@ class _Columns:
             found = [name for name in header if folded_column(name) in usual]
             if role == "slide":
                 found = [name for name in found if folded_column(name) in FILES] or found
+            if role == "patient":
+                found = found or [name for name in header if _OF_PATIENTS.fullmatch(folded_column(name))]
             found = [name for name in found if name not in spoken_for] or (found[:1] if role == "slide" else [])
             if len(found) > 1:
                 raise DatasetError(
@@ -470,6 +480,7 @@ def read_folder(
         if classes is not None and other is not None:
             told = f"has the class {other!r}, but the classes of training are {', '.join(classes)}"
             raise DatasetError(f"{folder}: {told}")
+        require_apart(sorted(names), folder)
         task, classes = "classify", classes or tuple(sorted(names))
         if len(classes) < 2:
             told = f"has only slides of class {classes[0]!r}; a classifier needs two subfolders or more"

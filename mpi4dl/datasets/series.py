@@ -6,7 +6,7 @@
     patients/p2/0009.dcm   series 3
 
 Slices are in the order of their places along the normal of the image plane (DICOM PS3.3, C.7.6.2). Values have the
-units that RescaleSlope and RescaleIntercept give, such as Hounsfield units.
+units that RescaleSlope and RescaleIntercept, or a Modality LUT, give, such as Hounsfield units.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mpi4dl.datasets.base import BadImage, Opened, Slices, package
+from mpi4dl.datasets.files import is_dicom
 
-SUFFIX = ".dcm"
 _NEEDED = [
     *("SeriesInstanceUID", "InstanceNumber", "ImagePositionPatient", "ImageOrientationPatient", "NumberOfFrames"),
     *("Rows", "Columns", "SamplesPerPixel", "RescaleSlope", "RescaleIntercept"),
@@ -61,9 +61,7 @@ def open_series(path: Path) -> Opened:
     Raises BadImage, also where slices have other sizes, planes or distances than others.
     """
     folder = path if path.is_dir() else path.parent
-    files = (each for each in folder.iterdir() if each.is_file() and not each.name.startswith("."))
-    inside = sorted(each for each in files if each.name.lower().endswith(SUFFIX))
-    slices = [_slice(each) for each in inside]
+    slices = [_slice(each) for each in sorted(folder.iterdir()) if not each.name.startswith(".") and is_dicom(each)]
     if not path.is_dir():
         mine = _slice(path).series
         slices = [each for each in slices if each.series == mine]
@@ -140,12 +138,9 @@ def _slice(path: Path) -> _Slice:
 
 def _pixels(path: Path) -> npt.NDArray[np.float32]:
     """The values of a slice in their units. Raises BadImage."""
-    found = _read(path)
+    found, pixels = _read(path), package("pydicom.pixels", f"{path}: reading it")
     try:
-        stored = found.pixel_array
-        slope, intercept = (
-            float(found.get(f"Rescale{name}", usual)) for name, usual in (("Slope", 1), ("Intercept", 0))
-        )
+        values: npt.NDArray[Any] = pixels.apply_modality_lut(found.pixel_array, found)
     except Exception as error:  # each decoder has errors of its own
         raise BadImage(path, f"cannot be decoded: {str(error) or type(error).__name__}") from error
-    return (stored * slope + intercept).astype(np.float32)
+    return values.astype(np.float32)

@@ -44,6 +44,7 @@ from mpi4dl.datasets.samples import (
     without_suffix,
 )
 from mpi4dl.datasets.split import Named, Subset, fold_table, split, split_rows
+from mpi4dl.datasets.table import require_apart
 
 
 class SampleFiles(ListedFiles):
@@ -189,6 +190,7 @@ def _class_table(root: Path, kind: FileKind, classes: tuple[str, ...] | None, be
     if classes is None and len(found) < 2:
         hint = f": add {root / 'val'}, or give {root / found[0]}" if found[0].casefold() in TRAINING else ""
         raise DatasetError(f"{root}: has only one class folder, {found[0]!r}{hint}; a classifier needs two or more")
+    require_apart(found, root)
     known = found if classes is None else classes
     unknown = sorted(set(found) - set(known))
     if unknown:

@@ -26,7 +26,7 @@ import math
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -437,6 +437,15 @@ def _folded(text: str) -> str:
 def folded_name(text: str) -> str:
     """The normal form of a name: without differences of case and spaces."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def require_apart(names: Iterable[str], where: Path) -> None:
+    """Raises DatasetError for two names of classes, of more than a letter, that differ but have one normal form."""
+    first: dict[str, str] = {}
+    for name in (each for each in names if len(each) > 1):
+        other = first.setdefault(folded_name(name), name)
+        if other != name:
+            raise DatasetError(f"{where}: has the classes {other!r} and {name!r}: write one class in one way")
 
 
 def _order(numbered: bool, text: str) -> tuple[int, str, str]:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from mpi4dl._files import open_regular
 from mpi4dl.datasets import series, tiff
 from mpi4dl.datasets.base import BadImage, Opened, Slices, Values, package, unit_values
-from mpi4dl.datasets.files import blaming, check_unpacked
+from mpi4dl.datasets.files import DICOM, blaming, check_unpacked, is_dicom
 from mpi4dl.geometry import Interval
 
 AXES = 3
@@ -51,10 +51,10 @@ def open_volume(path: Path) -> "VolumeFile":
         DatasetError: the package that reads this format is not installed.
     """
     with blaming(path):
-        name = next((each.name for each in sorted(path.iterdir())), "") if path.is_dir() else path.name
-        if name == path.name:
+        if not path.is_dir():
             open_regular(path).close()
-        suffix = next((suffix for suffix in VOLUME_SUFFIXES if name.lower().endswith(suffix)), None)
+        of_dicom = DICOM if path.is_dir() or is_dicom(path) else None
+        suffix = of_dicom or next((suffix for suffix in VOLUME_SUFFIXES if path.name.lower().endswith(suffix)), None)
         if suffix is None:
             raise BadImage(path, f"is no volume: those end in {' '.join(VOLUME_SUFFIXES)}")
         return VolumeFile(path, VOLUME_SUFFIXES[suffix](path))
@@ -80,8 +80,12 @@ class VolumeFile:
         self.values += _AXES + self.axes if self.axes else ""
         self._channel: int | None = None  # which dim
         if len(shape) > AXES:
-            self._channel = AXES if shape[AXES] <= MOST_CHANNELS else 0
+            likely = AXES if shape[AXES] <= MOST_CHANNELS else 0
+            self._channel = likely if opened.channel is None else opened.channel
             if shape[self._channel] > MOST_CHANNELS:
+                if opened.channel is not None:
+                    told = f"has {shape[self._channel]} values, such as times, in each place"
+                    raise BadImage(path, f"{told}: expected up to {MOST_CHANNELS}, its channels")
                 raise BadImage(path, f"has shape {tuple(shape)}: neither the first nor the last are channels")
         self.channels = 1 if self._channel is None else shape[self._channel]
         self.size = tuple(n for dim, n in enumerate(shape) if dim != self._channel)
@@ -147,7 +151,7 @@ def _open_nifti(path: Path) -> Opened:
 
     known = file.header["qform_code"] > 0 or file.header["sform_code"] > 0
     axes = "".join(nibabel.aff2axcodes(file.affine)) if known else ""
-    return Opened((z, y, x, *rest), read_part, stored.dtype, scaled=True, axes=axes)
+    return Opened((z, y, x, *rest), read_part, stored.dtype, scaled=True, axes=axes, channel=AXES if rest else None)
 
 
 def _open_stack(path: Path) -> Opened:
@@ -157,9 +161,12 @@ def _open_stack(path: Path) -> Opened:
         page_dims = len(series.keyframe.shape)
         if file.is_ome and series.kind != "ome" and " FileName=" in file.ome_metadata:
             raise BadImage(path, "has pages in other files, which are not read: write the volume to one file")
+        channel = next((series.axes.index(axis) for axis in "CS" if axis in series.axes and len(shape) > AXES), None)
+        if (len(shape) == AXES and "S" in series.axes) or (len(shape) > AXES and "T" in series.axes):
+            raise BadImage(path, f"has axes {series.axes}, {shape}: expected depth, rows and columns, and channels")
         if offset is not None:
             mapped = np.memmap(path, np.dtype(dtype).newbyteorder(file.byteorder), "r", offset, shape)
-            return Opened(shape, mapped.__getitem__, dtype)
+            return Opened(shape, mapped.__getitem__, dtype, channel=channel)
 
     def read_part(slices: Slices) -> npt.NDArray[Any]:
         stacked = len(shape) - page_dims  # dims of which each place is a page
@@ -173,7 +180,7 @@ def _open_stack(path: Path) -> Opened:
             return np.empty([len(range(*s.indices(n))) for s, n in zip(slices, shape, strict=True)], dtype)
         return np.stack(found).reshape(*places.shape, *found[0].shape)
 
-    return Opened(shape, read_part, dtype)
+    return Opened(shape, read_part, dtype, channel=channel)
 
 
 # How to open a file of each kind, or a folder of such files that are one volume, and which of such files are one.
@@ -184,7 +191,7 @@ FORMATS: Mapping[str, tuple[Callable[[Path], Opened], Callable[..., Any] | None]
     ".tiff": (_open_stack, None),
     ".nii": (_open_nifti, None),
     ".nii.gz": (_open_nifti, None),
-    series.SUFFIX: (series.open_series, series.grouped),
+    DICOM: (series.open_series, series.grouped),
 }
 VOLUME_SUFFIXES = {suffix: opened for suffix, (opened, _) in FORMATS.items()}
 GROUPED = {suffix: grouped for suffix, (_, grouped) in FORMATS.items() if grouped is not None}

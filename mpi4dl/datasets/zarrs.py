@@ -1,6 +1,7 @@
 """Read boxes of Zarr arrays, plain ones or OME-Zarr images: only the chunks that a box touches are read and decoded."""
 
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,11 @@ def _of_group(path: Path, group: Any) -> tuple[Any, list[str]]:
     images = about.get("multiscales") or []
     if len(images) != 1 or not images[0].get("datasets"):
         raise BadImage(path, f"is a group with {len(images)} images of OME-Zarr (multiscales), not one")
-    level = str(images[0]["datasets"][0].get("path"))
-    array = group.get(level)
-    if array is None or not hasattr(array, "shape"):
-        raise BadImage(path, f"names its finest level {level!r}, which is not there")
+    levels = {name: group.get(name) for name in (str(each.get("path")) for each in images[0]["datasets"])}
+    missing = next((name for name, level in levels.items() if not hasattr(level, "shape")), None)
+    if missing is not None:
+        raise BadImage(path, f"names a level {missing!r}, which is not there")
+    array: Any = max(levels.values(), key=lambda level: prod(level.shape))
     named = images[0].get("axes") or "tczyx"[-len(array.shape) :]
     return array, [each["name"] if isinstance(each, dict) else str(each) for each in named]
 

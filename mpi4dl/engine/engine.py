@@ -21,6 +21,7 @@ from mpi4dl.comm.allreduce import pick
 from mpi4dl.engine.precision import AUTOCAST, MAX_SKIPPED, LossScaler, lower_precision
 from mpi4dl.engine.runner import BatchFeed, Given, Loss, Runner, Tiles
 from mpi4dl.parallel.inputs import Microbatch, Sizes
+from mpi4dl.parallel.pipeline.decisions import Buffers
 from mpi4dl.parallel.pipeline.executor import UNLIKE_DRAWS, Executor
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.replicas import GradientHook, ReadShard, ReplicaGroup, ReplicaGroups, Shard, Stepping, trainable
@@ -64,41 +65,16 @@ class NotFinite(Refusal):
     """The loss or the gradient of a step is infinite or not a number. All ranks raise it together."""
 
 
-def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies, made by one call for all of a kind: a model has many small buffers. Sparse ones are copied one by one."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    copies = [x.clone() if x.layout is not torch.strided else x for x in tensors]
-    for place, x in enumerate(tensors):
-        if x.layout is torch.strided:
-            kinds.setdefault((x.device, x.dtype), []).append(place)
-    for places in kinds.values():
-        flat = torch.cat([tensors[place].reshape(-1) for place in places])
-        for place, copy in zip(places, flat.split([tensors[place].numel() for place in places]), strict=True):
-            copies[place] = copy.view(tensors[place].shape)
-    return copies
-
-
 class Undo:
     """The buffers of `model`, the states of the random number generators, and how often `executor` ran, as they are."""
 
     def __init__(self, model: nn.Module, executor: Executor) -> None:
         self._executor, self._num_runs = executor, executor.num_runs
-        self._random = RandomStates.of_process()
-        found = [
-            (module._buffers, name, buffer)
-            for module in modules_of(model)
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        values = _copies([buffer for _, _, buffer in found])
-        self._buffers = [(*each, each[2]._version, value) for each, value in zip(found, values, strict=True)]
+        self._random, self._buffers = RandomStates.of_process(), Buffers(model)
+        self._values = self._buffers.values()
 
-    @torch.no_grad()
     def undo(self) -> None:
-        for buffers, name, buffer, version, value in self._buffers:
-            # PyTorch does not count what its batch norm writes to running statistics.
-            same = buffer._version == version and (value.layout is not torch.strided or torch.equal(buffer, value))
-            buffers[name] = buffer if same else buffer.copy_(value)
+        self._buffers.assign(self._values)
         self._random.put()
         self._executor.num_runs = self._num_runs
 
@@ -213,7 +189,8 @@ class Engine(Runner):
         self._stepping = Stepping(optimizer, tuple(self.groups), comm, partial)
         self._across = [self._parts_of(each.parameters, each.across) for each in self.stages.together]
         self._table = plan.table()
-        self._known = {id(p): p for module in modules_of(self.stages) for p in module._parameters.values()}
+        named = [each for module in modules_of(self.stages) for each in module._parameters.items()]
+        self._known = {(name, id(p)): p for name, p in named}
 
     def _require_alike(self, trained: Sequence[frozenset[str]]) -> None:
         """Refuse an optimizer that does not train the same parameters of each group on all of its ranks. Collective."""
@@ -274,7 +251,8 @@ class Engine(Runner):
             raise Refusal(problem)
         for part in self.stages.parts.values():
             part.grid.halo_prefetch.begin()
-        self.groups.prepare(len(batch.microbatches), self.plan.cuts_parameters)
+        for group in self.groups:
+            group.prepare(len(batch.microbatches), self.plan.cuts_parameters)
         self.executor.drawn = 0
         with self.executor.watching_draws():
             self._run(self._table, batch)
@@ -302,7 +280,8 @@ class Engine(Runner):
                 f"a loss scale of {self.scaler.scale:g}; the weights are as before them: try `precision` bf16 or fp32"
             )
         if finite and self.options.clip_value is not None:
-            self.groups.clamp(self.options.clip_value * self.scaler.scale)
+            for group in self.groups:
+                group.reducer.clamp(self.options.clip_value * self.scaler.scale)
         clip = 1.0 if self.options.clip_norm is None else min(1.0, self.options.clip_norm / (norm + NORM_EPS))
         if finite:  # else fp16 overflowed
             self._stepping.step(clip / self.scaler.scale)
@@ -320,7 +299,8 @@ class Engine(Runner):
             names = select(patterns, self.stages.names_of)
         chosen = {name for first in names for name in self.stages.names_of[first]}
         self.comm.agree(self.groups.cannot_unfreeze(chosen), unfrozen=names)
-        self.groups.unfreeze(chosen)
+        for group in self.groups:
+            group.unfreeze(chosen)
         self.stages.trained |= set(names)
         self.executor.forget_values()
         return names
@@ -344,18 +324,19 @@ class Engine(Runner):
         self._swap(False)
 
     def _swap(self, averaged: bool) -> None:
-        self.groups.swap()
+        for group in self.groups:
+            group.swap()
         self.is_averaged = averaged
 
     def _unknown(self) -> str | None:
         """Why a parameter of the model would not be trained as the others; None if there is none."""
         for module in modules_of(self.stages):
             for name, p in module._parameters.items():
-                if p is not None and id(p) not in self._known:
+                if p is not None and (name, id(p)) not in self._known:
                     return (
                         f"{name} of {type(module).__name__} is another parameter than when the engine was made, as "
-                        "after load_state_dict(assign=True) or with a new layer: write to it in place, or make a new "
-                        "engine"
+                        "after load_state_dict(assign=True), pruning, or with a new layer: write to it in place, or "
+                        "make a new engine"
                     )
         return None
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from mpi4dl._randomness import PythonStates
 from mpi4dl.comm import Refusal
 from mpi4dl.parallel.blocks import rows_of
-from mpi4dl.parallel.pipeline.decisions import ForwardState, Watch, watches_of
+from mpi4dl.parallel.pipeline.decisions import Buffers, ForwardState, Watch, watches_of
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.spatial import SpatialTensor
 
@@ -81,13 +81,10 @@ def _forward(block: nn.Module, watches: Sequence[Watch], forward: Callable[..., 
     return outputs
 
 
-def _norms(block: nn.Module) -> list[nn.modules.batchnorm._NormBase]:
-    return [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats]
-
-
 def _versions(block: nn.Module) -> dict[str, tuple[int, int]]:
     """Which parameters and buffers a block has, batch norms' aside, and how often they were written to."""
-    known = {id(value) for m in _norms(block) for value in m.buffers(recurse=False)}
+    norms = (m for m in block.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats)
+    known = {id(value) for m in norms for value in m.buffers(recurse=False)}
     values = [*block.named_parameters(), *block.named_buffers()]
     return {name: (id(value), value._version) for name, value in values if id(value) not in known}
 
@@ -102,7 +99,7 @@ def _as_before(block: nn.Module, watches: Sequence[Watch], first: ForwardState, 
     first.restore()
     states.put()
     try:
-        with _frozen_statistics(block):
+        with Buffers(block).copied():  # of running statistics, which are updated once
             yield
     finally:
         now.restore()
@@ -113,18 +110,3 @@ def _as_before(block: nn.Module, watches: Sequence[Watch], first: ForwardState, 
                 f"the model changes {changed} as it runs, and did so twice for a block that was computed "
                 "again; leave out `recompute`"
             )
-
-
-@contextmanager
-def _frozen_statistics(block: nn.Module) -> Iterator[None]:
-    """The second run of a block must not update its running statistics once more."""
-    norms = _norms(block)
-    before = [(m.momentum, m.num_batches_tracked) for m in norms]
-    for m in norms:
-        m.momentum = 0.0
-        m.num_batches_tracked = None if m.num_batches_tracked is None else m.num_batches_tracked.clone()
-    try:
-        yield
-    finally:
-        for m, (momentum, batches) in zip(norms, before, strict=True):
-            m.momentum, m.num_batches_tracked = momentum, batches

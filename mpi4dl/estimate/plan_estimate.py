@@ -9,10 +9,10 @@ a plan's units, timed once for each shape of tile -> its cut -> its table, simul
 Sums of gradients and the optimizer's step come behind the table (step_time).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -52,7 +52,7 @@ from mpi4dl.parallel.streaming.memory_limit import (
     choose_tiles,
     needs_of,
 )
-from mpi4dl.parallel.tensor.styles import Cutting, Degrees, Styles
+from mpi4dl.parallel.tensor.styles import Cutting, Styles
 
 
 class Measurement(NamedTuple):
@@ -177,12 +177,13 @@ class Estimator:
     speeds: Speeds = ASSUMED_SPEEDS
     styles: Styles | None = None
     streams: bool = True
-    _cuts: dict[Degrees | None, Cutting] = field(default_factory=dict)
-    _cut_before: set[tuple[int, ...]] = field(default_factory=set)
-    _states: dict[tuple[int, int, Degrees], StageState] = field(default_factory=dict)
-    _costs: dict[Any, StageCosts] = field(default_factory=dict)
-    _stream_choices: dict[Any, StreamChoice] = field(default_factory=dict)
-    _needs: dict[Any, StreamNeeds] = field(default_factory=dict)
+    _found: dict[Any, Any] = field(default_factory=dict)
+
+    def _once(self, key: Any, find: Callable[[], Any]) -> Any:
+        """What was found before for the same key, or what `find` finds."""
+        if key not in self._found:
+            self._found[key] = find()
+        return self._found[key]
 
     def sites(self, plan: Plan) -> tuple[Site, ...]:
         """The site of each stage."""
@@ -190,10 +191,8 @@ class Estimator:
         return tuple(Site.of(plan, stage, image, cuts) for stage in range(plan.num_stages))
 
     def _cuts_of(self, plan: Plan) -> Cutting:
-        key = plan.degrees if plan.num_ranks > 1 else None
-        if key not in self._cuts:
-            self._cuts[key] = planned_cuts(self.cuttable.model, plan, self.styles)
-        return self._cuts[key]
+        degrees = plan.degrees if plan.num_ranks > 1 else None
+        return self._once(("cuts", degrees), lambda: planned_cuts(self.cuttable.model, plan, self.styles))
 
     def estimate(self, plan: Plan, most_bytes: float) -> PlanEstimate:
         """With the first that fits of these, or else what needs least: as it is, blocks recomputed, streamed.
@@ -202,27 +201,25 @@ class Estimator:
         """
         costs = self.costs(plan)
         counts = partition(costs.matrix)
-        if counts not in self._cut_before:
-            self.cuttable.stage(counts, 0)  # raises ValueError where two stages would need the same parameter
-            self._cut_before.add(counts)
+        self._once(("shared", counts), lambda: self.cuttable.shared(counts))  # raises ValueError
+        shared = any(len(plan.holders(stage)) > 1 for stage in range(plan.num_stages))
         smallest: tuple[int, Plan, Step] | None = None
         for recompute, needs in self.ways(plan, counts, most_bytes):
             step = self.step(plan, counts, costs, recompute, needs)
-            for chosen, needed in self._by_zero(step):
+            for zero in ZERO_STAGES[plan.zero :] if shared else ZERO_STAGES[:1]:
+                needed = max(step.memory.of_ranks(zero))
                 if needed <= most_bytes:
-                    return self._estimate(chosen, needed, step)
+                    return self._estimate(plan.with_zero(zero), needed, step)
                 if smallest is None or needed < smallest[0]:
-                    smallest = needed, chosen, step
+                    smallest = needed, plan.with_zero(zero), step
         assert smallest is not None
         needed, chosen, step = smallest
         return self._estimate(chosen, needed, step)
 
     def costs(self, plan: Plan) -> StageCosts:
-        sites = self.sites(plan)
-        key = (sites, plan.chunks, plan.num_ranks)  # on which it depends where the ranks of each site are
-        if key not in self._costs:
-            self._costs[key] = costs_for(self.cuttable, plan, sites, "auto", self.device, self.profiler)
-        return self._costs[key]
+        sites, found = self.sites(plan), self.profiler
+        key = sites, plan.chunks, plan.num_ranks  # on which it depends where the ranks of each site are
+        return self._once(key, lambda: costs_for(self.cuttable, plan, sites, "auto", self.device, found))
 
     def step(
         self,
@@ -266,11 +263,12 @@ class Estimator:
         """Memory and time of streaming the first of these stages. Raises CannotStream."""
         options = stream(self.cuttable, counts) if callable(stream) else stream
         image, grid = plan.microbatch(self.image), plan.shape(0)
-        key = (image, grid, counts[0], options)
-        if key not in self._needs:
+
+        def find() -> StreamNeeds:
             leading = choose_leading_part(self.cuttable, counts[0], options, grid, image)
-            self._needs[key] = needs_of(leading, self.cuttable.model, grid, image)
-        return self._needs[key]
+            return needs_of(leading, self.cuttable.model, grid, image)
+
+        return self._once((image, grid, counts[0], options), find)
 
     def ways(
         self, plan: Plan, counts: tuple[int, ...], most_bytes: float, any_zero: bool = True
@@ -289,13 +287,6 @@ class Estimator:
             with suppress(CannotStream):
                 yield False, self.choose_tiles(plan, counts, most_bytes, any_zero).needs
 
-    def _by_zero(self, step: Step) -> Iterator[tuple[Plan, int]]:
-        """The bytes of the rank that needs most, by the plan's own ZeRO stage and higher ones."""
-        memory, plan = step.memory, step.memory.plan
-        shared = any(len(plan.holders(stage)) > 1 for stage in range(plan.num_stages))
-        for zero in ZERO_STAGES[plan.zero :] if shared else ZERO_STAGES[:1]:
-            yield plan.with_zero(zero), max(memory.of_ranks(zero))
-
     def _estimate(self, plan: Plan, num_bytes: int, step: Step) -> PlanEstimate:
         stream = None if step.needs is None else step.needs.options
         time = step.time(plan)
@@ -304,51 +295,42 @@ class Estimator:
 
     def choose_tiles(self, plan: Plan, counts: Sequence[int], most_bytes: float, any_zero: bool = True) -> StreamChoice:
         """How the first stage is streamed within so many bytes; `any_zero`: by any ZeRO stage. Raises CannotStream."""
-        key = (replace(plan, zero=0), plan.zero * (not any_zero), tuple(counts), most_bytes)
-        if key not in self._stream_choices:
-            states, columns = self.states(plan, counts), self._counted(plan)
-            _, *others = bytes_of_stages(counts, columns)
+        states, columns = self.states(plan, counts), self._counted(plan)
+        _, *others = bytes_of_stages(counts, columns)
 
-            def bytes_of(needs: StreamNeeds) -> int:
-                stages = (needs.stage(columns[0], counts[0]), *others)
-                memory = PlanMemory(plan, stages, states, self._allocator, streams=True)
-                return min(max(memory.of_ranks(zero)) for zero in (ZERO_STAGES if any_zero else (plan.zero,)))
+        def bytes_of(needs: StreamNeeds) -> int:
+            stages = (needs.stage(columns[0], counts[0]), *others)
+            memory = PlanMemory(plan, stages, states, self._allocator, streams=True)
+            return min(max(memory.of_ranks(zero)) for zero in (ZERO_STAGES if any_zero else (plan.zero,)))
 
-            _, _, *size = self.image
-            sides = [ceil_div(pixels, parts) for pixels, parts in zip(size, plan.shape(0).space, strict=True)]
-            needs_for = partial(self.streaming, plan, counts)
-            seconds_of = partial(self.speeds.of_step, num_ranks=plan.shape(0).size)
-            self._stream_choices[key] = choose_tiles(
-                sides, self.constraints, needs_for, bytes_of, most_bytes, seconds_of
-            )
-        return self._stream_choices[key]
+        _, _, *size = self.image
+        sides = [ceil_div(pixels, parts) for pixels, parts in zip(size, plan.shape(0).space, strict=True)]
+        how = partial(self.streaming, plan, counts), bytes_of, most_bytes
+        seconds_of = partial(self.speeds.of_step, num_ranks=plan.shape(0).size)
+        key = replace(plan, zero=0), plan.zero * (not any_zero), tuple(counts), most_bytes
+        return self._once(key, lambda: choose_tiles(sides, self.constraints, *how, seconds_of))
 
     def states(self, plan: Plan, counts: Sequence[int]) -> tuple[StageState, ...]:
         if self.optimizer is None:
             return ()
-        cuts = self._cuts_of(plan)
-        found = []
-        for start, end in pairwise(accumulate(counts, initial=0)):
-            key = (start, end, plan.degrees)
-            if key not in self._states:
-                units = [self.cuttable.unit(i) for i in range(start, end)]
-                how = (self.low_precision, cuts, plan.degrees, self.averaged)
-                self._states[key] = count_state(units, self.optimizer, *how)
-            found.append(self._states[key])
-        return tuple(found)
+        build, how = self.optimizer, (self.low_precision, self._cuts_of(plan), plan.degrees, self.averaged)
+
+        def state(start: int, end: int) -> StageState:
+            return count_state([self.cuttable.unit(i) for i in range(start, end)], build, *how)
+
+        bounds = pairwise(accumulate(counts, initial=0))
+        return tuple(self._once((*each, plan.degrees), partial(state, *each)) for each in bounds)
 
     @property
     def _allocator(self) -> Allocator:
         machine = self.profiler.machine
         return OF_TENSORS if machine is not None and machine.has_gpus else self.allocator
 
-    @cached_property
-    def _blocks(self) -> tuple[Group, ...]:
-        return groups_of(self.cuttable)
-
     def _groups(self, counts: Sequence[int]) -> tuple[Group, ...]:
         """The units that recomputation runs again as a whole: blocks of a single stage, or each of several stages."""
-        return self._blocks if len(counts) == 1 else tuple(pairwise(accumulate(counts, initial=0)))
+        if len(counts) == 1:
+            return self._once("blocks", lambda: groups_of(self.cuttable))
+        return tuple(pairwise(accumulate(counts, initial=0)))
 
     def _recomputed(self, plan: Plan, counts: Sequence[int], columns: Sequence[Column]) -> tuple[Column, ...]:
         groups = self._groups(counts)

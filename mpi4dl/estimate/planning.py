@@ -110,7 +110,7 @@ class Candidates(NamedTuple):
         for each in candidates(num_ranks, len(found.cuttable), image, degrees, kept, accumulate):
             with suppress(ConfigError):  # images of their own sizes share no microbatch
                 plans.append(work.plan(**options_of_plan(each, accumulate)))
-        return plans
+        return [each for each in plans if not work.compares_samples or each.num_microbatches_of_all == 1]
 
 
 @contextmanager

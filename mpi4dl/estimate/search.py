@@ -80,7 +80,9 @@ def _places(num_ranks: int, most_stages: int, dims: int) -> Iterator[tuple[tuple
     for stages in range(1, min(num_ranks, most_stages) + 1):
         seen = set()
         for first in range(1, stages + 1):
-            for few in _sizes(num_ranks // stages, num_ranks > MANY):
+            most = num_ranks // stages
+            powers = (2**e for e in range(most.bit_length()))
+            for few in powers if num_ranks > MANY else range(1, most + 1):
                 many, rest = divmod(num_ranks - few * (stages - first), first)
                 numbers = (many,) * first + (few,) * (stages - first)
                 if rest == 0 and many >= few and numbers not in seen and _is_square(many):
@@ -91,10 +93,6 @@ def _places(num_ranks: int, most_stages: int, dims: int) -> Iterator[tuple[tuple
 # Ranks of a replica, beyond which the numbers of tiles are powers of two, or have grids that are not too long.
 MANY = 64
 LONGEST = 2  # times as many columns as rows
-
-
-def _sizes(most: int, few: bool) -> Iterator[int]:
-    yield from (2**e for e in range(most.bit_length())) if few else range(1, most + 1)
 
 
 def _is_square(number: int) -> bool:
@@ -110,14 +108,13 @@ def _grid(number: int, dims: int) -> tuple[int, ...]:
 
 
 def _schedules(stages: int, microbatches: int, num_units: int) -> Iterator[dict[str, Any]]:
-    found: list[dict[str, Any]] = [{}]
+    yield {"microbatches": microbatches}
     if stages > 1:
-        found.append({"bidirectional": 1})
+        yield {"microbatches": microbatches, "bidirectional": 1}
     if stages > 1 and microbatches > 1:
-        found.append({"schedule": "zero-bubble"})
+        yield {"microbatches": microbatches, "schedule": "zero-bubble"}
         if CHUNKS * stages <= num_units:
-            found.append({"schedule": "interleaved", "chunks": CHUNKS})
-    yield from ({"microbatches": microbatches, **each} for each in found)
+            yield {"microbatches": microbatches, "schedule": "interleaved", "chunks": CHUNKS}
 
 
 def degrees_of(

@@ -13,6 +13,7 @@ from mpi4dl.options.declare import flags_for, with_values, without_flags
 from mpi4dl.options.models import build_model, patch_options, tensor_styles
 from mpi4dl.options.optimizers import build_optimizer, build_schedule
 from mpi4dl.options.sources import source_of
+from mpi4dl.options.tasks import compares_samples
 from mpi4dl.parallel.inputs import batch_shape, of_tokens, space_of
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.task import TASKS, Task
@@ -152,6 +153,11 @@ class TrainingSpec:
     def engine(self) -> dict[str, Any]:
         """How the engine trains. Raises ConfigError."""
         return engine_options(self.config)
+
+    @property
+    def compares_samples(self) -> bool:
+        """Whether the loss compares all samples of a batch, so that nothing may cut it."""
+        return compares_samples(self.config)
 
     @property
     def styles(self) -> dict[str, str] | None:

@@ -124,15 +124,20 @@ def with_class_weights(
     return with_values(config, {"class_weights": tuple(found)})
 
 
+def compares_samples(config: Config) -> bool:
+    """Whether the loss, which has a name, compares all samples of a batch: then nothing may cut it."""
+    loss = config.training.loss
+    return "cox" in str(TASKS[config.data.task].default_loss if loss is None else loss).split("+")
+
+
 def _require_weights(config: Config, dataset: Any) -> None:
     """Raise ConfigError where the loss of a sample cannot be multiplied by a weight of its own."""
     loss, mixup = config.training.loss, config.data.mixup
-    whole_batch = TASKS[config.data.task].default_loss == "cox" if loss is None else "cox" in str(loss).split("+")
     problems = {
         "samples have no table with such a column": getattr(dataset, "weights", None) is None,
         f"`mixup` {mixup} mixes samples of several weights: leave one of them out": bool(mixup),
         "your own loss gets no weights: choose a `loss` by name": loss is not None and is_own(loss),
-        "`loss` cox compares samples with each other: choose another `loss`": whole_batch,
+        "`loss` cox compares samples with each other: choose another `loss`": compares_samples(config),
     }
     problem = next((each for each, found in problems.items() if found), None)
     if problem is not None:

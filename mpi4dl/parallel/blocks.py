@@ -1,10 +1,8 @@
 """The blocks of a model: what stands in a row, and may be computed again, or fetch its halo, as a whole."""
 
-from collections.abc import Sequence
 from itertools import groupby
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mpi4dl.parallel.pipeline.program import Value
 from mpi4dl.parallel.pipeline.stage import Stage
@@ -66,19 +64,3 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
     visit(model)
     return found
-
-
-class Buffers:
-    """The buffers of a module, or None, and their places: a forward pass may write to them, or put others there."""
-
-    def __init__(self, module: nn.Module) -> None:
-        places = ((each._buffers, name) for each in module.modules() for name in each._buffers)
-        self._found = [(own, name, own[name]) for own, name in places]
-
-    def values(self) -> list[Tensor | None]:
-        return [None if buffer is None else buffer.clone() for _, _, buffer in self._found]
-
-    @torch.no_grad()
-    def assign(self, values: Sequence[Tensor | None]) -> None:
-        for (own, name, buffer), value in zip(self._found, values, strict=True):
-            own[name] = value if buffer is None or value is None else buffer.copy_(value)

@@ -5,8 +5,7 @@ optimizer = torch.optim.SGD(stages.parameters(), lr=0.1)
 """
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from mpi4dl._progress import QUIET_SECONDS, ProgressLine
-from mpi4dl._randomness import forked, seed_python
+from mpi4dl._randomness import seeded
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel.costs.cost_model import ASSUMED, Profiler, StageCosts, costs_for, measured_costs
 from mpi4dl.parallel.costs.sites import sites_of
@@ -31,15 +30,6 @@ from mpi4dl.parallel.tensor.styles import Styles
 
 ChooseStream = Callable[[Cuttable, Sequence[int]], StreamOptions]
 BALANCES = ("auto", "flops", "memory", "measured")
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Within this context all generators of random numbers have this seed; behind it they go on as before."""
-    with forked():
-        torch.default_generator.manual_seed(seed)
-        seed_python(seed)
-        yield
 
 
 def _exact_norms(options: StreamOptions | None, plan: Plan) -> StreamOptions | None:
@@ -80,10 +70,10 @@ def split(
     Raises:
         ValueError: the model cannot be traced, or cannot be cut or streamed so; on all ranks alike.
     """
-    with _seeded(seed):
+    with seeded(seed):
         model = outline(build)
     if plan.num_stages == 1 and stream is None:
-        with _seeded(seed):
+        with seeded(seed):
             return LocalStages.whole(build(), plan, comm, styles=styles, device=device)
     cuttable = Cuttable(model, whole, image)
     counts, costs = Counts((len(cuttable),), None)

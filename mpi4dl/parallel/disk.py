@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+
+from mpi4dl.comm.exchange import linear
 
 PLACES = ("device", "host", "disk")
 
@@ -103,18 +104,10 @@ class Keep:
 
     def moved(self, x: Tensor) -> Tensor:
         """x, kept there; differentiable."""
-        return x if self.where == "device" else _Move.apply(x, self)
+        if self.where == "device":
+            return x
+        device = x.device
+        return linear(x, lambda x: self.empty(x.shape, x.dtype, device).copy_(x), lambda g: g.to(device))
 
 
 ON_DEVICE = Keep()
-
-
-class _Move(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, keep: Keep) -> Tensor:
-        ctx.device = x.device
-        return keep.empty(x.shape, x.dtype, x.device).copy_(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.to(ctx.device), None

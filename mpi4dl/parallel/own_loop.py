@@ -9,13 +9,13 @@ Parameters enter as images do: see `replicas.parameter_sums`.
 
 import copy
 import dataclasses
+import functools
 import operator
 import re
 import weakref
 from collections import UserList
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from math import isqrt, prod
 from types import CellType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, TypeVar
@@ -32,6 +32,7 @@ from mpi4dl._randomness import RandomStates
 from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.comm.exchange import once_differentiable, running_forward
 from mpi4dl.geometry import SPACE, GridShape
+from mpi4dl.parallel.replicas.buckets import is_expanded
 from mpi4dl.parallel.replicas.optimizer_traits import backward_hook_in, modules_of
 from mpi4dl.parallel.replicas.parameter_sums import (
     ForwardPass,
@@ -51,10 +52,6 @@ from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, guards,
 ModelT = TypeVar("ModelT", bound=nn.Module)
 FIRST = 3  # forward passes of training in which ranks compare what they have
 EVERY = 100  # and of those that follow every one of this number
-
-
-def _is_expanded(x: Tensor) -> bool:
-    return any(n > 1 and not step for n, step in zip(x.shape, x.stride(), strict=True))
 
 
 def parallelize(
@@ -110,7 +107,7 @@ def parallelize(
             raise ValueError(f"{lazy} of the model has no shape yet: call the model once before it is parallelized")
     comm.agree(None, model=crc32(repr([(name, tuple(x.shape), str(x.dtype)) for name, x in values]).encode()))
     for _, x in values if comm.size > 1 else ():
-        if x.layout is torch.strided and not _is_expanded(x):  # others are compared in the first forward pass
+        if x.layout is torch.strided and not is_expanded(x):  # others are compared in the first forward pass
             comm.broadcast(x.data)
     torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[method-assign, assignment]
     cut.grid.loop = outputs  # type: ignore[assignment]
@@ -123,10 +120,6 @@ class _OnTiles(nn.Module):
     """What the class of a parallelized model begins with."""
 
     _loop: "_Loop"
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        loop = vars(self).get("_loop")  # another object of this class has none
-        return super().forward(*args, **kwargs) if loop is None else loop.call(self, super().forward, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy is on tiles too; what is pickled is the plain model."""
@@ -148,10 +141,16 @@ def _made_again(loop: "_Loop | None", kind: type[nn.Module], make: Callable[...,
 
 
 def _on_tiles(kind: type[nn.Module], grid: Grid) -> type[nn.Module]:
-    names: dict[str, Any] = {"__module__": kind.__module__}
+    @functools.wraps(kind.forward)  # trainers read its signature
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loop = vars(self).get("_loop")  # another object of this class has none
+        plain = super(_OnTiles, self).forward
+        return plain(*args, **kwargs) if loop is None else loop.call(self, plain, args, kwargs)
+
     if grid.size > 1:
         defer_compiler()
-        names["forward"] = torch.compiler.disable(_OnTiles.forward)
+        forward = torch.compiler.disable(forward)
+    names = {"__module__": kind.__module__, "forward": forward}
     return type(kind.__name__, (_OnTiles, kind), names)
 
 
@@ -180,7 +179,7 @@ class _Loop:
                 "torch.func or forward-mode AD transforms a model on tiles, which is not possible: use "
                 "torch.autograd.grad"
             )
-        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        if torch.jit.is_tracing() or torch.compiler.is_exporting() or torch.fx._symbolic_trace.is_fx_symbolic_tracing():
             raise Refusal(
                 "a model on tiles is exported or traced, which is not possible: export the plain model, which is "
                 "pickle.loads(pickle.dumps(model))"
@@ -243,7 +242,7 @@ class _Loop:
                 raise Refusal("a spread input of the model requires a gradient: pass the whole tensor instead")
             return x.like(_Entered.apply(x.local, lambda g: g * grid.size, running))  # the inverse of `_share`
         if x.requires_grad and torch.is_grad_enabled():
-            x = _Entered.apply(x, partial(_total, grid.comm), running)
+            x = _Entered.apply(x, functools.partial(_total, grid.comm), running)
         space = len(grid.space)
         if x.dim() < space + 2 or any(n < k for n, k in zip(x.shape[-space:], grid.shape.space, strict=True)):
             return x
@@ -432,7 +431,7 @@ class _Border(TorchFunctionMode):
             if self._is_of_this_pass(x.grad_fn):
                 self._known.add(id(x))
                 return x
-            total = _Entered.apply(x, partial(_total, self._grid.comm), self._running)
+            total = _Entered.apply(x, functools.partial(_total, self._grid.comm), self._running)
             self._entered[id(x)] = x, total
         return self._entered[id(x)][1]
 

@@ -368,27 +368,24 @@ class Plan:
 
         That is over tiles, ways, replicas and both directions. `part`: those with this number along each axis.
         """
-        key = (*stages, *part.items())
-        if key not in self._known_holders:
+        key = "holders", *stages, *part.items()
+        if key not in self._known:
             every = zip_longest(*self._copies(stages, part))
-            self._known_holders[key] = tuple(
-                dict.fromkeys(rank for alike in every for rank in alike if rank is not None)
-            )
-        return self._known_holders[key]
+            self._known[key] = tuple(dict.fromkeys(rank for alike in every for rank in alike if rank is not None))
+        return self._known[key]
 
     def _copies(self, stages: Sequence[int], part: Part = NO_PART) -> list[tuple[int, ...]]:
         """The ranks of each copy of these stages' parameters."""
-        key = (*stages, *part.items())
-        if key not in self._known_copies:
-            self._known_copies[key] = self._find_copies(stages, part)
-        return self._known_copies[key]
+        key = "copies", *stages, *part.items()
+        if key not in self._known:
+            copies = [self.ranks(direction, stage) for stage in stages for direction in range(self.num_directions)]
+            if part:
+                copies = [tuple(x for i, x in enumerate(all_) if self._has(i, len(all_), part)) for all_ in copies]
+            self._known[key] = copies
+        return self._known[key]
 
     @cached_property
-    def _known_copies(self) -> dict[Any, list[tuple[int, ...]]]:
-        return {}
-
-    @cached_property
-    def _known_holders(self) -> dict[Any, tuple[int, ...]]:
+    def _known(self) -> dict[Any, Any]:
         return {}
 
     def with_zero(self, zero: int) -> "Plan":
@@ -396,15 +393,9 @@ class Plan:
         if zero == self.zero:
             return self
         found = replace(self, zero=zero)
-        for name in ("placement", "ranks_per_place", "ranks_per_replica", "_known_copies", "_known_holders"):
+        for name in ("placement", "ranks_per_place", "ranks_per_replica", "_known"):
             found.__dict__[name] = getattr(self, name)
         return found
-
-    def _find_copies(self, stages: Sequence[int], part: Part) -> list[tuple[int, ...]]:
-        copies = [self.ranks(direction, stage) for stage in stages for direction in range(self.num_directions)]
-        if not part:
-            return copies
-        return [tuple(rank for i, rank in enumerate(ranks) if self._has(i, len(ranks), part)) for ranks in copies]
 
     def _has(self, number: int, size: int, part: Part) -> bool:
         """Whether one of the ranks of a stage, of which there are so many, has this part of parameters."""
@@ -452,8 +443,7 @@ class Plan:
 
     def arrangement(self, stage: int) -> Arrangement:
         """The axes that ranks of a stage share besides tensors."""
-        ways = self.batch_ways[stage % len(self.tiles)]
-        return Arrangement(self.sequence, self.experts, ways)
+        return Arrangement(self.sequence, self.experts, self.batch_ways[stage % len(self.tiles)])
 
     def divide(self, num_samples: int, training: bool = True) -> tuple[Microbatch, ...]:
         """Cut a batch into microbatches, in the order in which a plain loop would take them.

@@ -23,7 +23,10 @@ from mpi4dl.options.config import ConfigError
 from mpi4dl.options.sections.parallel import Parallel
 
 SEARCH_SECONDS = 60.0
-CHOSEN = ("tiles", "stages", "batch_ways", "data", "schedule", "bidirectional", "chunks", "tensor", "experts", "stream")
+CHOSEN = (
+    *("tiles", "stages", "batch_ways", "data", "schedule", "bidirectional", "chunks", "tensor", "experts"),
+    *("stream", "stream_until", "stream_segments", "memory_limit"),
+)
 
 FastestPlan = tuple[dict[str, Any], str]  # the options that ask for it, and a line about it
 
@@ -47,7 +50,7 @@ def require_open(parallel: Parallel) -> None:
     taken = [name for name in CHOSEN if getattr(asked, name) != getattr(Parallel(), name)]
     if taken:
         names = ", ".join(f"`{name}`" for name in taken)
-        raise ConfigError(f"`plan` auto chooses {names}, too: leave out one or the other")
+        raise ConfigError(f"`plan` auto chooses {names}, too, or does without: leave out one or the other")
 
 
 def choose(work: Workload, places: Sequence[NodeMemory], ranks_per_node: int) -> FastestPlan:

@@ -3,8 +3,9 @@
 predictions.jsonl and .json         as `mpi4dl predict` writes them, with maps/NAME.geojson or masks/NAME.geojson
 evaluation*.csv, evaluation*.json  as `mpi4dl evaluate` writes them: predictions beside labels
 
-A folder may have both; then they are shown together. Of a run's folder the newest results are taken. Contents of these
-files are data from elsewhere: names and paths in them lead nowhere but below the folders that they are about.
+A folder may have both; then they are shown together, if they are of images of one folder. Of a run's folder the newest
+results are taken. Contents of these files are data from elsewhere: names and paths in them lead nowhere but below the
+folders that they are about.
 """
 
 import math
@@ -104,6 +105,12 @@ def read_results(
     evaluated = _newest([each.path for each in found.evaluated() if each.path.parent == folder], "evaluations", remarks)
     if predicted is None and evaluated is None:
         raise ValueError(f"{folder}: has no predictions.jsonl and no evaluation.json: {_EXPECTED}")
+    roots = {str(_recorded(*each).get("root")) for each in ((predicted, None), (None, evaluated)) if any(each)}
+    if predicted is not None and evaluated is not None and len(roots - {"None"}) > 1:
+        predictions = predicted / f"{PREDICTIONS.name}.jsonl"
+        newer = max(predictions, evaluated, key=lambda path: path.stat().st_mtime_ns)
+        remarks.append(f"predictions and evaluations are of other images: the newer is shown, {newer.name}")
+        predicted, evaluated = (predicted, None) if newer == predictions else (None, evaluated)
     records: dict[str, Record] = {}
     if evaluated is not None:
         records |= {row["image"]: nested(row) for row in SavedEvaluation(evaluated).records}

@@ -94,7 +94,7 @@ def test_a_bad_file_is_found_when_it_is_opened(tmp_path):
 LAYOUT = "expected <folder>/<class>/*.png, or <folder>/train/<class>/*.png and <folder>/val/<class>/*.png"
 WRONG = {  # the folder, what is in it, the classes of training, and the message
     "no such folder": ("nowhere", (), None, f"ROOT/nowhere: no such folder; {LAYOUT}"),
-    "a file": ("a.png", ("a.png",), None, "a.png: is a file, not a folder of images; expected <folder>/<class>"),
+    "a file": ("a.png", ("a.png",), None, "a.png: is a file, not a folder of images, nor a table, which ends in .csv"),
     "nothing in it": ("", (), None, "ROOT: has no class folders; expected <folder>/<class>/*.png"),
     "no classes": (
         "", ("a.png",), None, "has no class folders; it has images of its own: move them into one sub-folder per class"
@@ -108,6 +108,9 @@ WRONG = {  # the folder, what is in it, the classes of training, and the message
     "training alone": (
         "", ("train/a/1.png",), None,
         "has only one class folder, 'train': add ROOT/val, or give ROOT/train; a classifier needs two",
+    ),
+    "one class in two spellings": (
+        "", ("Tumor/1.png", "tumor /1.png"), None, "has the classes 'Tumor' and 'tumor ': write one class in one way"
     ),
     "another class": (
         "", ("z/1.png",), ("a", "b"), "has the class 'z', but the training set has only a, b: rename or remove it"

@@ -186,6 +186,18 @@ def test_without_a_column_of_patients(tmp_path: Path, names: list[str], patients
     assert any(remark in each for each in found.remarks)
 
 
+@pytest.mark.parametrize("column", ["Pat.-Nr.", "patient_no", "MRN", "Donor ID", "Patienten-ID", "case number"])
+def test_patients_by_other_names_of_their_column(slides: Path, column: str) -> None:
+    text = f"slide;{column};accession;class\ns1;7;x;a\ns2;7;x;b\ns3;8;y;a\n"
+    found = read(slides, text)
+    assert ([row.patient for row in found.rows], found.columns["patient"]) == (["7", "7", "8"], column)
+    assert read(slides, text.replace("class", "case_id")).columns["patient"] == "case_id"
+    with pytest.raises(DatasetError, match="which one can be the column of the patient: choose it"):
+        read(slides, text.replace("accession", "pid"))
+    alone = read(slides, text.replace(column, "size"))
+    assert "`patient_column` accession would keep slides that are alike there together" in alone.remarks
+
+
 def test_slides_that_are_their_patients_by_a_column(slides: Path) -> None:
     found = read(slides, "case_id,slide_id,label\ns1,s1,x\ns2,s2,y\n", task="classify")
     assert ([row.patient for row in found.rows], found.remarks[:-1]) == (["s1", "s2"], ())

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pydicom
 import pytest
-from pydicom.dataset import FileDataset, FileMetaDataset
+from pydicom.dataset import Dataset, FileDataset, FileMetaDataset
 from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian, generate_uid
 
 from mpi4dl import datasets
@@ -46,6 +46,31 @@ def write_series(folder: Path, values: npt.NDArray[Any], order: list[int] | None
 
 def noise(seed: int = 0) -> npt.NDArray[np.int16]:
     return np.random.default_rng(seed).integers(0, 2000, SIZE).astype(np.int16)
+
+
+def test_values_of_a_table_are_those_of_the_table(tmp_path: Path) -> None:
+    values, table = noise() % 50, Dataset()
+    table.LUTDescriptor, table.LUTData = [50, 0, 16], [7 * number for number in range(50)]
+    table["LUTDescriptor"].VR = table["LUTData"].VR = "US"
+    write_series(tmp_path / "p1", values, RescaleSlope=None, RescaleIntercept=None, ModalityLUTSequence=[table])
+    found = open_volume(tmp_path / "p1").read(*(Interval(0, side) for side in SIZE))
+    assert np.array_equal(found[..., 0], np.float32(7) * values)
+
+
+@pytest.mark.parametrize("name", ["1.2.840.{}", "IM{:05}", "slice{}.IMA"])
+def test_files_of_dicom_need_no_ending(tmp_path: Path, name: str) -> None:
+    values = noise()
+    for patient in ("a", "b"):
+        write_series(tmp_path / patient, values)
+        for number, path in enumerate(sorted((tmp_path / patient).iterdir())):
+            path.rename(path.with_name(name.format(number)))
+    (tmp_path / "a" / "DICOMDIR").write_bytes(bytes(128) + b"DICM")
+    for other in (".DS_Store", "README", "notes.1"):
+        (tmp_path / "a" / other).write_text("no slice")
+    assert VOLUMES.below(tmp_path)[0] == ["a", "b"]
+    space = [Interval(0, side) for side in SIZE]
+    for path in (tmp_path / "a", tmp_path / "b" / name.format(1)):
+        assert np.array_equal(open_volume(path).read(*space)[..., 0], values * np.float32(2) - 1024)
 
 
 def test_a_box_of_a_series_is_that_of_the_whole_in_its_units(tmp_path: Path) -> None:

@@ -92,6 +92,16 @@ def test_channels_before_or_behind_the_axes(tmp_path: Path, kind: str, shape: tu
     np.testing.assert_allclose(volume.read(*BOX), expected[tuple(slice(*i) for i in BOX)] / top, rtol=1e-6)
 
 
+@pytest.mark.parametrize("options", [{"ome": True}, {"ome": True, "compression": "zlib"}, {"imagej": True}])
+def test_channels_between_the_axes_where_the_file_names_them(tmp_path: Path, options: dict[str, Any]) -> None:
+    values, path = noise(3, 4, 9, 8, dtype=np.uint16), tmp_path / "a.tif"
+    tifffile.imwrite(path, values, photometric="minisblack", metadata={"axes": "ZCYX"}, **options)
+    volume = open_volume(path)
+    assert (volume.size, volume.channels) == ((3, 9, 8), 4)
+    read = volume.read(Interval(1, 3), Interval(2, 9), Interval(0, 5))
+    np.testing.assert_allclose(read, np.moveaxis(values, 1, -1)[1:3, 2:9, :5] / 65535, rtol=1e-6)
+
+
 @pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
 def test_values_of_nifti_do_not_depend_on_how_they_are_stored(tmp_path: Path, suffix: str) -> None:
     """Whatever type, slope and intercept a file has: what nibabel reads as equal arrives as equal, in its units."""
@@ -190,6 +200,21 @@ BAD: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         ".nii",
         lambda path: nibabel.save(nibabel.Nifti1Image(np.zeros((4, 5), "f4"), np.eye(4)), path),
         "(4, 5)",
+    ),
+    "times": (
+        ".nii",
+        lambda path: nibabel.save(nibabel.Nifti1Image(np.zeros((20, 24, 1, 30), "f4"), np.eye(4)), path),
+        "has 30 values, such as times, in each place",
+    ),
+    "times of OME": (
+        ".ome.tif",
+        lambda path: tifffile.imwrite(path, np.zeros((3, 9, 8, 7), np.uint8), metadata={"axes": "TZYX"}),
+        "has axes TZYX",
+    ),
+    "a colour picture": (
+        ".tif",
+        lambda path: tifffile.imwrite(path, np.zeros((9, 8, 3), np.uint8), photometric="rgb"),
+        "has axes YXS",
     ),
     "picture": (".png", lambda path: path.write_bytes(b"png"), "is no volume: those end in .npy"),
     "text": (".nii.gz", lambda path: path.write_bytes(gzip.compress(b"no header")), ""),

@@ -31,13 +31,13 @@ def write(zarr: Any, path: Path, values: Any, chunks: tuple[int, ...], version: 
     return path
 
 
-def write_ome(zarr: Any, path: Path, values: Any, axes: str, version: int = 3) -> Path:
-    """An image of two levels, with the metadata of OME-Zarr 0.4 or 0.5."""
+def write_ome(zarr: Any, path: Path, values: Any, axes: str, version: int = 3, finest: int = 0) -> Path:
+    """An image of two levels, with the metadata of OME-Zarr 0.4 or 0.5, which names the `finest` first or second."""
     group = zarr.open_group(store=str(path), mode="w", zarr_format=version)
     for number, level in enumerate((values, values[..., ::2, ::2])):
         array = group.create_array(str(number), shape=level.shape, chunks=level.shape, dtype=level.dtype)
         array[:] = level
-    levels = [{"path": "0"}, {"path": "1"}]
+    levels = [{"path": str(finest)}, {"path": str(1 - finest)}]
     about = {"multiscales": [{"axes": [{"name": name} for name in axes], "datasets": levels}]}
     group.attrs.update(about if version == 2 else {"ome": {"version": "0.5", **about}})
     return path
@@ -49,6 +49,7 @@ KINDS: dict[str, Callable[[Any, Path, int], Path]] = {
         zarr, path, np.moveaxis(VALUES, 0, -1).astype(">u2"), (16, 16, 5), version
     ),
     "OME": lambda zarr, path, version: write_ome(zarr, path, VALUES[None, :, None], "tczyx", version),
+    "OME, finest last": lambda zarr, path, version: write_ome(zarr, path, VALUES, "cyx", version, finest=1),
 }
 
 

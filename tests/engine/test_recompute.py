@@ -43,16 +43,30 @@ class Cells(nn.Module):
         return sum(self.named["last"](x, y))
 
 
+class Own(nn.BatchNorm2d):
+    """Updates its statistics by a factor of its own, and others in its buffers, whose writes PyTorch does not count."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("var", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.running_mean.mul_(0.5).add_(x.detach().mean((0, 2, 3)))
+        return F.batch_norm(x, self.mean, self.var, training=True)
+
+
 class Cell(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 3, 3, padding=1)
         self.norm = nn.BatchNorm2d(3, momentum=None)
         self.instance = nn.InstanceNorm2d(3, track_running_stats=True)
+        self.own = Own()
         self.drop = nn.Dropout(0.5)
 
     def forward(self, x: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
-        return self.drop(self.norm(self.conv(x))) + self.instance(skip), x
+        return self.drop(self.own(self.norm(self.conv(x)))) + self.instance(skip), x
 
 
 class Chance(nn.Module):

@@ -1,6 +1,7 @@
 """`mpi4dl.parallelize`: users' own loops, against the same loops in plain PyTorch, in float64."""
 
 import copy
+import inspect
 import io
 import math
 import warnings
@@ -289,6 +290,8 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
 
     @refused_with("Refusal: a model on tiles is exported or traced")
     def exported(wrap: Wrap) -> None:
+        with pytest.raises(mpi4dl.Refusal, match="exported or traced"):
+            torch.fx.symbolic_trace(wrap(made()))
         torch.export.export(wrap(made().eval()), (images,))
 
     @refused_with("RuntimeError: the gradients of several outputs in one backward pass")
@@ -347,6 +350,7 @@ def test_inputs_and_outputs_may_be_nests(comm: Communicator) -> None:
     assert torch.equal(found.others[0], images.argmax(1))
     torch.testing.assert_close(found.others[1]["mean"], images.mean())
     assert found.others[1]["name"] == "x"
+    assert inspect.signature(type(model).forward) == inspect.signature(Model.forward)  # trainers look at it
     assert list(mpi4dl.parallelize(made(), comm=comm).state_dict()) == list(made().state_dict())
 
 

@@ -12,7 +12,7 @@ from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.declare import like, neutral, option, options_of
 from mpi4dl.options.kinds import COUNT, NAME
 from mpi4dl.results.formats import DamagedResult
-from mpi4dl.results.job import FolderJob, ItemInput, settings_of
+from mpi4dl.results.job import MOST_READ, FolderJob, ItemInput, settings_of
 from mpi4dl.results.names import JobKind
 
 KIND = JobKind("made", "image")
@@ -111,6 +111,24 @@ def test_items_are_done_by_their_input_and_their_files(work: Work) -> None:
     assert len(work.run()) == 1
     assert work.run(told={"mpp": 0.5}) == ["a", "b", "c"]
     assert work.run(told={"mpp": 0.5}) == []
+
+
+def test_an_input_of_zarr_is_what_all_its_chunks_are(tmp_path: Path) -> None:
+    for number in range(3 * MOST_READ):
+        path = tmp_path / "a.zarr" / "c" / str(number % 7) / str(number)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(200))
+    (tmp_path / "a.zarr" / "zarr.json").write_bytes(b"{}")
+    given = ItemInput(tmp_path / "a.zarr")
+    known, state = given.identity(), given.state()
+    assert given.is_as_in(known)
+    for chunk in (path, tmp_path / "a.zarr" / "c" / "0" / "0"):
+        content = chunk.read_bytes()
+        chunk.write_bytes(b"\1" * 200)
+        assert not given.is_as_in(known)
+        assert given.state() != state
+        chunk.write_bytes(content)
+        known, state = given.identity(), given.state()
 
 
 @pytest.mark.parametrize("kind", [KIND, KEEPING])

@@ -57,7 +57,7 @@ def test_a_run_goes_on_by_another_number_of_ranks(ranks: Ranks, tmp_path: Path) 
 
 def test_options_of_a_plan_are_not_chosen_too(ranks: Ranks, tmp_path: Path) -> None:
     said = ranks(2).run(refused, train, [*RUN, *AUTO, "--tiles", "1x2", "--run-folder", str(tmp_path / "run")])
-    assert set(said) == {"--plan auto chooses --tiles, too: leave out one or the other"}
+    assert set(said) == {"--plan auto chooses --tiles, too, or does without: leave out one or the other"}
     assert not (tmp_path / "run").exists()
 
 
@@ -66,13 +66,22 @@ def test_texts_and_volumes_are_left_open_too() -> None:
         require_open(parse(flags.split()).parallel)
     with pytest.raises(ConfigError, match=r"^`plan` auto chooses `tiles`, too"):
         require_open(parse("--text stdlib --model gpt --tiles 2".split()).parallel)
+    with pytest.raises(ConfigError, match=r"^`plan` auto chooses `memory_limit`, too, or does without"):
+        require_open(parse("--memory-limit 1GiB".split()).parallel)
 
 
 @pytest.mark.parametrize(
-    ("norm", "asked", "found"), [("batch", 1, {1}), ("batch", 2, {2}), ("none", 2, {2}), ("none", 1, {1, 2, 4})]
+    ("norm", "asked", "found", "more"),
+    [
+        ("batch", 1, {1}, []),
+        ("batch", 2, {2}, []),
+        ("none", 2, {2}, []),
+        ("none", 1, {1, 2, 4}, []),
+        ("none", 1, {1}, ["--loss", "cox"]),
+    ],
 )
-def test_microbatches_are_chosen_where_no_norm_sees_them(
-    monkeypatch: pytest.MonkeyPatch, norm: str, asked: int, found: set[int]
+def test_microbatches_are_chosen_where_neither_norm_nor_loss_sees_them(
+    monkeypatch: pytest.MonkeyPatch, norm: str, asked: int, found: set[int], more: list[str]
 ) -> None:
     looked_at = set()
 
@@ -81,7 +90,7 @@ def test_microbatches_are_chosen_where_no_norm_sees_them(
         raise ConfigError("looked")
 
     monkeypatch.setattr("mpi4dl.training.fastest_plan.search", search)
-    flags = [*FLAGS, *SMALL, "--model-options", f"num_filters=4,norm={norm}", "--microbatches", str(asked)]
+    flags = [*FLAGS, *SMALL, "--model-options", f"num_filters=4,norm={norm}", "--microbatches", str(asked), *more]
     with pytest.raises(ConfigError, match="looked"):
         choose(with_samples(parse(flags)), [NodeMemory("a", 1 << 34)] * 2, 2)
     assert looked_at == found

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import math
+import os
 import re
 import shutil
 import signal
@@ -271,6 +272,11 @@ def test_an_evaluation_alone_and_with_predictions_is_shown(predicted: Path, tmp_
     evaluation(out, rows)
     both = {slide.name: slide for slide in read_results(out).slides}
     assert (both["slide_000.tif"].label, both["slide_000.tif"].prediction) == ("tumour", "tumour")
+    evaluation(out, rows, root=str(tmp_path / "elsewhere"))
+    for when, name, label in ((1, "predictions.jsonl", "normal"), (-1, "evaluation.json", "tumour")):
+        os.utime(out / "evaluation.json", ns=((out / "predictions.jsonl").stat().st_mtime_ns - when,) * 2)
+        apart = read_results(out)
+        assert (apart.slides[0].label, apart.remarks[0][-len(name) :]) == (label, name)
     told = {"slides": read_object(out / PLACES)["slides"]}
     for path in (PLACES, "predictions.jsonl"):
         (out / path).unlink()

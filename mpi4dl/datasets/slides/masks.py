@@ -24,6 +24,7 @@ from mpi4dl.datasets.slides.annotations import (
     read_annotations,
 )
 from mpi4dl.datasets.slides.slide import Corner, Slide
+from mpi4dl.datasets.table import require_apart
 from mpi4dl.datasets.transform import crop, within
 from mpi4dl.geometry import Interval
 
@@ -144,6 +145,7 @@ class SlideMasks:
             total += len(found.regions)
             tell("reading annotations", number + 1, len(self.files))
         classes = sorted(name for name in names if not is_auxiliary(name) and name.casefold() != BACKGROUND)
+        require_apart(classes, self._table)
         left_out = sorted(name for name in names if is_auxiliary(name) and name != IGNORED_CLASS)
         if left_out:
             self.remarks += (f"polygons of {some(left_out)} are left out, by QuPath's asterisk",)

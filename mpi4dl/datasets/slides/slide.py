@@ -25,7 +25,7 @@ from mpi4dl._files import open_regular
 from mpi4dl._wording import counted, some
 from mpi4dl.datasets import tiff
 from mpi4dl.datasets.base import BadImage, Image, Pixels, Values
-from mpi4dl.datasets.files import DICOM, SLIDE_SUFFIXES, blaming, open_image
+from mpi4dl.datasets.files import SLIDE_SUFFIXES, blaming, is_dicom, open_image
 from mpi4dl.datasets.reader_process import OpenSlideLevel, has_openslide, open_with_openslide, vendor_of
 from mpi4dl.datasets.slides import dicom
 from mpi4dl.datasets.stains import Recolour
@@ -290,7 +290,7 @@ def open_slide(path: Path, resolution: Resolution | None = None) -> Slide:
 
 
 def _opened(path: Path) -> SlideFile:
-    if path.suffix.lower() == DICOM or path.is_dir():
+    if path.is_dir() or is_dicom(path):
         return _openslide_file(path, dicom.checked(path))
     with open_regular(path) as file:
         magic = file.read(4)

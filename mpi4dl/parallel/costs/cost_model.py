@@ -11,10 +11,10 @@ rate, and a time for each operator to start (after Williams, Waterman and Patter
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -39,7 +39,6 @@ from mpi4dl.parallel.costs.units import BACKWARD, count_units
 from mpi4dl.parallel.inputs import input_dtype, of_tokens
 from mpi4dl.parallel.pipeline.split import unfit
 from mpi4dl.parallel.plan import Plan, grid_name
-from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.tables.simulator import Costs, Simulation, simulate
 from mpi4dl.parallel.tensor.styles import Styles
 
@@ -293,7 +292,7 @@ class Profiler:
     def _fit(self, cuttable: Units, site: Site) -> Fit:
         """By the first base sites that the model takes. Raises what it raises at the site itself if it takes none."""
         problem: Exception | None = None
-        for bases in map(_unsplit, base_choices(site, self.small)):
+        for bases in base_choices(site._replace(splits=False), self.small):
             key = (cuttable, bases)
             if key not in self.store.found:
                 try:
@@ -367,10 +366,6 @@ class Profiler:
             self.store.put(facts, link)
             self.store.put(LINK, link)
         return link
-
-
-def _unsplit(bases: Iterable[Site]) -> tuple[Site, ...]:
-    return tuple(base._replace(splits=False) for base in bases)
 
 
 def _facts(cuttable: Units, site: Site) -> dict[str, Any]:
@@ -489,9 +484,7 @@ def measured_costs(
         for stage, site in enumerate(sites_of(cuttable, plan, image, styles)):
             ranks = plan.partners(comm.rank, 0, stage)
             if comm.rank in ranks:
-                own = comm.subset(ranks)
-                how: Any = (partial(_grid_of, own), partial(_most, own))
-                seconds = time_units(cuttable, site, device, SITE_SECONDS, clock, *how)
+                seconds = time_units(cuttable, site, device, SITE_SECONDS, clock, comm.subset(ranks))
                 found[stage] = count_units(cuttable, site), seconds
     of_ranks = comm.all_gather_object(found)
     columns = []
@@ -501,14 +494,6 @@ def measured_costs(
         columns.append(tuple(u._replace(there=(), back=(), **dict(zip(SECONDS, row, strict=True))) for u, row in rows))
     source = f"units timed on their ranks before the first step; {link}"
     return StageCosts(tuple(columns), stages_on(link.machine(plan.num_ranks), plan), source, True)
-
-
-def _grid_of(comm: Communicator, site: Site) -> Grid:
-    return Grid.of(comm, site.shape, site.tracks_batch)
-
-
-def _most(comm: Communicator, seconds: float) -> float:
-    return float(comm.all_reduce(torch.tensor(seconds, dtype=torch.float64), "max"))
 
 
 # Costs of units if blocks of them keep only their inputs, and run again in the backward pass.

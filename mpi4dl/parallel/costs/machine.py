@@ -126,8 +126,8 @@ class Machine:
         return cls("this machine", 1, num_ranks, (LinkLevel("memory", latency_seconds, bytes_per_second),), **others)
 
     @cached_property
-    def known_costs(self) -> dict[Any, tuple[dict[Any, "ExchangeCost"], dict[Any, "CollectiveCost"], dict[Any, float]]]:
-        """Costs of exchanges and collectives, and seconds of the latter, found before for the same ranks."""
+    def known_costs(self) -> dict[Any, dict[Any, Any]]:
+        """What was found before for the same ranks: costs of exchanges and collectives, and seconds of the latter."""
         return {}
 
     @cached_property

@@ -189,17 +189,18 @@ class KnownValues(TorchDispatchMode):
             leaves = [leaf for leaf in pytree.tree_leaves(shapes) if isinstance(leaf, Tensor)]
             if any(not leaf.is_meta or leaf.numel() > MOST_VALUES for leaf in leaves):
                 return shapes
-            values = function(*operands[0], **self._on_cpu(function, operands[1]))
+            values = function(*operands[0], **operands[1])
             for shape, value in zip(leaves, pytree.tree_leaves(values), strict=True):
                 self._know(shape, value)
             return shapes
-        values = function(*operands[0], **self._on_cpu(function, operands[1]))
+        values = function(*operands[0], **operands[1])
         if device is not None and torch.device(device).type != "meta":
             return values
         return pytree.tree_map_only(Tensor, self._shown, values)
 
     def _operands(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The arguments with values for tensors; None if one of them has none."""
+        """The arguments with values for tensors, on the CPU; None if one of them has none."""
+        kwargs = {name: torch.device("cpu") if name == "device" and x is not None else x for name, x in kwargs.items()}
         fills = name in ("fill_", "zero_", "copy_")
         shape_counts = name.startswith("new_") or name.endswith("_like")
         missing = False
@@ -226,10 +227,6 @@ class KnownValues(TorchDispatchMode):
         if isinstance(leaves[0], Tensor):
             others[0] = known(0, leaves[0])
         return None if missing else pytree.tree_unflatten(others, structure)
-
-    def _on_cpu(self, function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        device = kwargs.get("device")
-        return kwargs if device is None else {**kwargs, "device": torch.device("cpu")}
 
     def _know(self, x: Tensor, value: Tensor) -> Tensor:
         """Keep the value of a new meta tensor as long as its storage lives. Returns the value as it is kept."""

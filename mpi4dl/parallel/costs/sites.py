@@ -157,7 +157,9 @@ def base_choices(site: Site, small: bool) -> Iterator[tuple[Site, ...]]:
         yield from (_small_sites(site, number) for number in numbers)
     if small or site.samples > 2:
         ways = _few_ways(site) if small else site.shape.batch
-        yield from (_few_samples(site, ways, number) for number in numbers)
+        base = site._replace(shape=_with_axes(site.shape, ways, site.shape.space))
+        for number in numbers:
+            yield tuple(base._replace(image=(ways * n, *site.image[1:])) for n in (number, 2 * number))
     yield (site,)
 
 
@@ -174,12 +176,6 @@ def _small_sites(site: Site, number: int) -> tuple[Site, ...]:
         return site._replace(shape=base, image=(batch * samples, site.image[1], *sides))
 
     return of(number, small), of(number, large), of(2 * number, small)
-
-
-def _few_samples(site: Site, ways: int, number: int) -> tuple[Site, ...]:
-    """The same images on the same tiles, but few samples."""
-    base = _with_axes(site.shape, ways, site.shape.space)
-    return tuple(site._replace(shape=base, image=(ways * n, *site.image[1:])) for n in (number, 2 * number))
 
 
 def _few_ways(site: Site) -> int:

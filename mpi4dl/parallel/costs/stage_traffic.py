@@ -48,12 +48,9 @@ class StageTraffic:
         self.features = len(self.shape) - 1 if plan.tensor > 1 else None
         self.replicas: Ranks = np.arange(plan.data if plan.local_batches else 1) * plan.ranks_per_replica
         # Many plans have a stage on the same ranks.
-        known = machine.known_costs.setdefault(
-            (self.ranks.tobytes(), self.replicas.tobytes(), tuple(self.shape), self.arrangement), ({}, {}, {})
+        self._known: dict[Any, Any] = machine.known_costs.setdefault(
+            (self.ranks.tobytes(), self.replicas.tobytes(), tuple(self.shape), self.arrangement), {}
         )
-        self._exchanges: dict[Any, ExchangeCost] = known[0]
-        self._collectives: dict[Any, CollectiveCost] = known[1]
-        self._seconds: dict[Any, float] = known[2]
 
     def waits(self, traffic: Traffic) -> WaitSeconds:
         """The seconds of these rounds, by purpose."""
@@ -88,14 +85,12 @@ class StageTraffic:
     def _of_collective(self, found: Round) -> float:
         each = found.parts[0][1] / found.times
         key = found.kind, found.axes, each
-        if key not in self._seconds:
-            reduces = found.kind == "reduce"
-            self._seconds[key] = (
-                self.collective(found.axes).all_reduce_seconds(each)
-                if reduces
-                else self._gather_seconds(found.axes, each)
-            )
-        return found.times * self._seconds[key]
+        if key not in self._known:
+            if found.kind == "reduce":
+                self._known[key] = self.collective(found.axes).all_reduce_seconds(each)
+            else:
+                self._known[key] = self._gather_seconds(found.axes, each)
+        return found.times * self._known[key]
 
     def _gather_seconds(self, axes: tuple[int, ...] | None, num_bytes: float) -> float:
         """How long it takes until each rank has what it merges of so many bytes of each; many do so in blocks."""
@@ -113,33 +108,34 @@ class StageTraffic:
         """
         here, there = len(self.ranks), len(following.ranks)
         most = np.arange(max(here, there))
-        pairs = [(self.ranks[most * here // len(most)], following.ranks[most * there // len(most)])]
-        pairs = [(self._of_all(senders), following._of_all(receivers)) for senders, receivers in pairs]
-        return ExchangeCost(self.machine, pairs).seconds([num_bytes * here / len(most)])
+        senders = self._of_all(self.ranks[most * here // len(most)])
+        receivers = following._of_all(following.ranks[most * there // len(most)])
+        return ExchangeCost(self.machine, [(senders, receivers)]).seconds([num_bytes * here / len(most)])
 
     def collective(self, axes: tuple[int, ...] | None, some: tuple[int, int] | None = None) -> CollectiveCost:
         """That of all ranks that differ along these axes, or of `some` of them: how many, and how far apart."""
-        if (axes, some) not in self._collectives:
+        key = "ranks", axes, some
+        if key not in self._known:
             groups = self._groups(axes)
             if some is not None:
                 members, apart = some
                 used = groups.shape[1] // (members * apart) * members * apart
                 groups = groups[:, :used].reshape(-1, members, apart).swapaxes(1, 2).reshape(-1, members)
-            self._collectives[axes, some] = CollectiveCost(self.machine, self._of_all(self.ranks[groups]))
-        return self._collectives[axes, some]
+            self._known[key] = CollectiveCost(self.machine, self._of_all(self.ranks[groups]))
+        return self._known[key]
 
     def _exchange(self, axes: tuple[int, ...] | None, offsets: Sequence[tuple[int, ...]]) -> ExchangeCost:
-        if (axes, offsets) not in self._exchanges:
+        key = "pairs", axes, offsets
+        if key not in self._known:
             groups = self._groups(axes)
             shape = (groups.shape[1],) if axes is None else tuple(self.shape[axis] for axis in axes)
             pairs = []
             for offset in offsets:
                 here, there = around(*shape, *offset) if axes is None else neighbours(shape, offset)
-                ends = (self.ranks[groups[:, place]].ravel() for place in (here, there))
-                senders, receivers = map(self._of_all, ends)
+                senders, receivers = (self._of_all(self.ranks[groups[:, place]].ravel()) for place in (here, there))
                 pairs.append((senders, receivers))
-            self._exchanges[axes, offsets] = ExchangeCost(self.machine, pairs)
-        return self._exchanges[axes, offsets]
+            self._known[key] = ExchangeCost(self.machine, pairs)
+        return self._known[key]
 
     def _of_all(self, ranks: Ranks) -> Ranks:
         """The ranks of a replica, and those at the same places of all others that have rounds of their own."""

@@ -9,16 +9,17 @@ many tokens      likewise with fewer samples, each as long as it is: attention g
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mpi4dl._randomness import forked
+from mpi4dl.comm import Communicator
 from mpi4dl.parallel.costs.meter import local_tensors
 from mpi4dl.parallel.costs.sites import Site, Units, as_received, cut_at, extrapolate, imagined, input_at, map_local
 from mpi4dl.parallel.inputs import of_tokens
@@ -55,26 +56,27 @@ def time_units(
     device: torch.device,
     budget_seconds: float,
     clock: Clock | None = None,
-    grid_of: Callable[[Site], Grid] = imagined,
-    most: Callable[[float], float] = float,
+    comm: Communicator | None = None,
 ) -> Seconds:
     """Seconds of every unit at a site, found within about so many seconds. The model stays as it is.
 
-    The model may lie on the meta device. `grid_of(site)` is a grid of ranks that all do the same, one that is imagined
-    if it is left out; among such ranks `most(seconds)` is the longest that one of them took, known to all.
+    The model may lie on the meta device. All ranks of `comm` do the same together; without it they are imagined.
     """
-    clock = clock_on(device) if clock is None else clock
-    measure = partial(_measure, cuttable, device=device, clock=clock, grid_of=grid_of)
+    measure = partial(_measure, cuttable, device=device, clock=clock or clock_on(device), comm=comm)
 
     def timed(size: Site, repeats: int) -> _Timed:
         seconds = np.minimum.reduce([measure(size, repeats=each) for each in _rounds(repeats)])
-        return _Timed(size, seconds, most(float(seconds[:, :2].sum())), repeats)
+        of_pass = seconds[:, :2].sum()
+        longest = of_pass if comm is None else comm.all_reduce(torch.tensor(of_pass, dtype=torch.float64), "max")
+        return _Timed(size, seconds, float(longest), repeats)
 
-    sizes = list(_halved(site))[::-1]
+    sizes = [site]  # the smallest first
+    while (half := _half(sizes[0])) is not None:
+        sizes.insert(0, half)
     try:
         known = [timed(sizes[0], REPEATS)]
     except (RuntimeError, ValueError, AssertionError):
-        if grid_of is not imagined or len(sizes) == 1 or site.pixels > MOST_PIXELS:
+        if comm is not None or len(sizes) == 1 or site.pixels > MOST_PIXELS:
             raise
         return measure(site, repeats=1)  # a model that takes images of one size alone
     while (larger := _next(sizes, known, budget_seconds)) is not None:
@@ -116,14 +118,6 @@ def _next(sizes: Sequence[Site], known: Sequence[_Timed], budget_seconds: float)
     return (larger[0], 1) if larger and len(known) == 1 else None  # nothing can be extrapolated from one size
 
 
-def _halved(site: Site) -> Iterator[Site]:
-    """The site, and the same with images of half the sides, a quarter, and so on."""
-    smallest: Site | None = site
-    while smallest is not None:
-        yield smallest
-        smallest = _half(smallest)
-
-
 def _half(site: Site) -> Site | None:
     """The site with images of half the sides, or half as many samples of tokens.
 
@@ -138,9 +132,9 @@ def _half(site: Site) -> Site | None:
 
 
 def _measure(
-    cuttable: Units, site: Site, device: torch.device, clock: Clock, grid_of: Callable[[Site], Grid], repeats: int
+    cuttable: Units, site: Site, device: torch.device, clock: Clock, comm: Communicator | None, repeats: int
 ) -> Seconds:
-    grid = grid_of(site)
+    grid = imagined(site) if comm is None else Grid.of(comm, site.shape, site.tracks_batch)
     grid.halo_prefetch.steps = True
     values: tuple[Any, ...] = (input_at(site, grid, cuttable.model, device),)
     found = []
@@ -158,7 +152,8 @@ def _time(
 ) -> tuple[Any, tuple[Any, ...]]:
     times = []
     for _ in range(repeats + 1):
-        received = map_local(_fresh, values)  # some units overwrite what they receive
+        # Copies, since some units overwrite what they receive.
+        received = map_local(lambda t: t.detach().clone().requires_grad_(t.requires_grad), values)
         grid.halo_prefetch.begin()
         weights = WeightGradients()
         start = clock()
@@ -179,7 +174,3 @@ def _time(
         grid.halo_prefetch.commit()
     forward, backward, weight = np.min(times[1:], axis=0)
     return (forward, backward + weight, weight), map_local(as_received, results)
-
-
-def _fresh(t: Tensor) -> Tensor:
-    return t.detach().clone().requires_grad_(t.requires_grad)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mpi4dl._randomness import forked
+from mpi4dl._randomness import seeded
 from mpi4dl.models.layers import Penalized
 from mpi4dl.parallel.costs.meter import (
     Column,
@@ -91,8 +91,7 @@ def count_units(
             except (RuntimeError, ValueError, TypeError) as error:
                 if not needs_values(error) and not of_tokens(site.image):
                     raise
-                with forked():
-                    torch.default_generator.manual_seed(0)
+                with seeded(0):
                     unit = cut_at(site, made_up_stage(copied(units.unit(i), empty), torch.device("cpu")), grid)
                     counted = count(unit, partial(map_local, partial(made_up_part, known.value), values), last)
             values = map_local(lambda t: t.detach().to("meta").requires_grad_(t.requires_grad), counted.results)

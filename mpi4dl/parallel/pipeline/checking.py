@@ -10,7 +10,7 @@ parts: views of a tensor that is changed in place, a weight that a module reache
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import product
+from itertools import count, product
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +18,18 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from mpi4dl._memory import memory_of_node
-from mpi4dl._randomness import seed_python
+from mpi4dl._randomness import seed_host
 from mpi4dl.parallel.inputs import made_up, of_tokens, space_of
-from mpi4dl.parallel.pipeline.decisions import Watch, attributes_of, globals_read, trial, watches_of
+from mpi4dl.parallel.pipeline.decisions import (
+    Watch,
+    fingerprint,
+    globals_read,
+    is_data,
+    is_foreign,
+    own_attributes,
+    trial,
+    watches_of,
+)
 from mpi4dl.parallel.pipeline.program import OtherShape, map_leaves
 from mpi4dl.parallel.pipeline.split import Cuttable, storage_of
 from mpi4dl.parallel.pipeline.stage import Stage, StageProgram
@@ -190,8 +199,13 @@ class _InParts:
 
         Lists and dicts are the same whatever is in them: many are caches, of which each process may have its own.
         """
-        modules = [(path, module) for path, module in part.named_modules() if path in self.in_several]
-        found = {f"{path}.{name}": value for path, each in modules for name, value in attributes_of(each, 0).items()}
+        found = {
+            f"{path}.{name}": fingerprint(value, depth=0)
+            for path, module in part.named_modules()
+            if path in self.in_several and is_foreign(module)
+            for name, value in own_attributes(module).items()
+            if name != "training" and is_data(value)
+        }
         others = [watch for other, watches in enumerate(self.globals) if other != number for watch in watches]
         return found | {watch.words: watch.now(depth=0) for watch in others}
 
@@ -262,11 +276,10 @@ class _Trial:
         """
         calls = (call for unit in self.cuttable.program.units for call in unit.calls)
         called = sorted({call.target for call in calls if call.kind == "call_module"})
-        seeding = {path: _Seeding(self.seed + 1000 * number) for number, path in enumerate(called)}
+        seeding = {path: _seeding(self.seed + 1000 * number) for number, path in enumerate(called)}
 
         def make() -> nn.Module:
-            torch.default_generator.manual_seed(self.seed)
-            seed_python(self.seed)
+            seed_host(self.seed)
             model = self.build()
             for path, hook in seeding.items():
                 model.get_submodule(path).register_forward_pre_hook(hook)
@@ -274,8 +287,7 @@ class _Trial:
 
         with trial(self.cuttable.model), torch.device("cpu"):
             run = runs(make)
-            torch.default_generator.manual_seed(self.seed + 2)
-            seed_python(self.seed + 2)
+            seed_host(self.seed + 2)
             return [self._step(run, number) for number in range(self.num_steps)]
 
     def _step(self, run: "_Plain | _InParts", number: int) -> TriedStep:
@@ -329,16 +341,10 @@ def _sketch(x: Tensor) -> Tensor:
     return torch.cat([flat[:: -(-len(flat) // FEW)], flat[even:], means.to(x.dtype)])
 
 
-class _Seeding:
+def _seeding(seed: int) -> Callable[[nn.Module, Any], None]:
     """A hook that seeds all generators with another number for each call."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        torch.default_generator.manual_seed(self.seed)
-        seed_python(self.seed)
-        self.seed += 1
+    seeds = count(seed)
+    return lambda module, inputs: seed_host(next(seeds))
 
 
 def _leaves(value: Any) -> list[Any]:

@@ -30,6 +30,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from mpi4dl._randomness import RandomStates, forked, generator_state
+from mpi4dl.parallel.replicas.buckets import is_expanded
+from mpi4dl.parallel.replicas.optimizer_traits import modules_of
 
 INTERNAL = frozenset(dir(nn.Module()))
 HIDDEN = (Path(torch.__file__).parent, Path(np.__file__).parent, Path(__file__).parent)
@@ -217,13 +219,13 @@ class ForwardState:
     def __init__(self, model: nn.Module, watches: Iterable[Watch] = (), traced: bool = False) -> None:
         self._traced, self._watches = traced, list(watches)
         self._modules = list(model.named_modules())
-        self._attributes = [_own(module) for _, module in self._modules]
+        self._attributes = [own_attributes(module) for _, module in self._modules]
         self._registered = [[dict(found) for found in _registered(module)] for _, module in self._modules if traced]
         values = [value for own in self._attributes for value in own.values()]
         within = [
             own.values()
             for (_, module), own in zip(self._modules, self._attributes, strict=True)
-            if traced or _is_foreign(module)
+            if traced or is_foreign(module)
         ]
         self._put = [keep_contents(itertools.chain(*within)), *(watch.keep() for watch in self._watches)]
         self._put += [put for value in values if (put := generator_state(value)) is not None]
@@ -234,7 +236,7 @@ class ForwardState:
         """Let all be as it was, but for what was changed within tensors, arrays and other values."""
         for (_, module), before in zip(self._modules, self._attributes, strict=True):
             own = vars(module)
-            for name in _own(module).keys() - before.keys():
+            for name in own_attributes(module).keys() - before.keys():
                 del own[name]
             own.update(before)
         for (_, module), registered in zip(self._modules, self._registered, strict=False):
@@ -262,16 +264,18 @@ class ForwardState:
         yield from (watch.words for watch in self.globals_written())
 
     def _fingerprints(self, module: nn.Module) -> dict[str, Any]:
-        if not (self._traced or _is_foreign(module)):
+        if not (self._traced or is_foreign(module)):
             return {}
         depth = DEPTH if self._traced else 1
-        found = {name: fingerprint(value, depth) for name, value in _own(module).items() if name != "training"}
+        found = {
+            name: fingerprint(value, depth) for name, value in own_attributes(module).items() if name != "training"
+        }
         if self._traced:
             found |= {name: id(value) for each in _registered(module) for name, value in each.items()}
         return found
 
 
-def _own(module: nn.Module) -> dict[str, Any]:
+def own_attributes(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module that are its own: no hooks, and nothing that is registered."""
     return {name: value for name, value in vars(module).items() if name not in INTERNAL or name == "training"}
 
@@ -280,9 +284,52 @@ def _registered(module: nn.Module) -> tuple[dict[str, Any], ...]:
     return module._parameters, module._buffers, module._modules
 
 
-def _is_foreign(module: nn.Module) -> bool:
+def is_foreign(module: nn.Module) -> bool:
     """Whether this is a module of other libraries than PyTorch, and no part of a model that was cut."""
     return not type(module).__module__.startswith(("torch.nn.", f"{__package__}.", "mpi4dl.parallel.streaming."))
+
+
+class Buffers:
+    """The buffers of a module, or None, and their places: a forward pass may write to them, or put others there."""
+
+    def __init__(self, module: nn.Module) -> None:
+        places = [(each._buffers, name) for each in modules_of(module) for name in each._buffers]
+        self._found = [(own, name, own[name]) for own, name in places]
+
+    @torch.no_grad()
+    def values(self) -> list[Tensor | None]:
+        """Copies, made by one call for all of a kind: a model has many small buffers. Others are copied one by one."""
+        found: list[Tensor | None] = [buffer for _, _, buffer in self._found]
+        kinds: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
+        for place, x in enumerate(found):
+            if x is not None and x.layout is torch.strided:
+                kinds.setdefault((x.device, x.dtype), {})[place] = x
+            elif x is not None:
+                found[place] = x.clone()
+        for alike in kinds.values():
+            copies = torch.cat([x.reshape(-1) for x in alike.values()]).split([x.numel() for x in alike.values()])
+            for (place, x), copy in zip(alike.items(), copies, strict=True):
+                found[place] = copy.view(x.shape)
+        return found
+
+    @torch.no_grad()
+    def assign(self, values: Sequence[Tensor | None]) -> None:
+        for (own, name, buffer), value in zip(self._found, values, strict=True):
+            if buffer is None or value is None:
+                own[name] = value
+            else:  # nothing can write to an expanded one
+                own[name] = buffer if is_expanded(buffer) else buffer.copy_(value)
+
+    @contextmanager
+    def copied(self) -> Iterator[None]:
+        """Within this context the module has copies instead, to which it may write."""
+        for own, name, buffer in self._found:
+            own[name] = None if buffer is None else buffer.detach().clone()
+        try:
+            yield
+        finally:
+            for own, name, buffer in self._found:
+                own[name] = buffer
 
 
 @contextmanager
@@ -294,17 +341,6 @@ def trial(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             state.restore()
-
-
-def attributes_of(module: nn.Module, depth: int = 1) -> dict[str, Any]:
-    """Fingerprints of what modules of other libraries than PyTorch have as attributes: of counters, say."""
-    return {
-        f"{path}.{name}" if path else name: fingerprint(value, depth)
-        for path, each in module.named_modules()
-        if _is_foreign(each)
-        for name, value in _own(each).items()
-        if name != "training" and is_data(value)
-    }
 
 
 class Draws:

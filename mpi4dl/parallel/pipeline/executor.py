@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.module import register_module_forward_hook
 
-from mpi4dl._randomness import PythonStates, RandomStates, forked, seed_python
+from mpi4dl._randomness import PythonStates, RandomStates, forked, seed_host
 from mpi4dl.comm import Communicator, Pending, Refusal
 from mpi4dl.comm.pending import as_event
 from mpi4dl.parallel.inputs import Microbatch
-from mpi4dl.parallel.pipeline.decisions import attributes_of, hidden_tensors
+from mpi4dl.parallel.pipeline.decisions import Buffers, ForwardState, hidden_tensors, is_data
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, Part
 from mpi4dl.parallel.pipeline.split_backward import WeightGradients
 from mpi4dl.parallel.pipeline.stage_communication import Received, StageBoundary, StageMessage
@@ -42,7 +42,6 @@ from mpi4dl.parallel.tables.simulator import TimeSpan
 # bits.
 
 Norm = nn.modules.batchnorm._NormBase
-RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class RunningStatistics:
@@ -58,52 +57,50 @@ class RunningStatistics:
         self.module, self.comm, self.speaks, self.replica = module, comm, speaks, replica
         self.where = "on replicas with images of their own" if local else "in both directions"
         self.instead = "share images by `tiles` instead of `data`" if local else "leave out `bidirectional`"
-        self.norms = [m for m in module.modules() if isinstance(m, Norm) and m.training and m.running_mean is not None]
+        self.norms: list[Any] = [
+            m for m in module.modules() if isinstance(m, Norm) and m.training and m.running_mean is not None
+        ]
         norms = {id(value) for m in self.norms for value in m.buffers(recurse=False)}
         self.others = [(name, b, b.detach().clone()) for name, b in module.named_buffers() if id(b) not in norms]
-        self._found: dict[tuple[int, int], list[dict[str, Tensor | None]]] = {}
+        self._found: dict[tuple[int, int], list[dict[str, Any]]] = {}
 
     @contextmanager
     def collect(self, direction: int, number: int) -> Iterator[None]:
         """Keep what this microbatch adds to the statistics, and leave them as they are."""
-        versions, attributes = [b._version for _, b, _ in self.others], attributes_of(self.module)
-        before = [(m.momentum, dict(m._buffers)) for m in self.norms]
-        for m in self.norms:
-            m.momentum = 1.0  # so that the statistics become those of this microbatch
-            for name, value in m._buffers.items():
-                fresh = torch.zeros_like if name == "num_batches_tracked" else torch.clone
-                m._buffers[name] = None if value is None else fresh(value)
-        row = []
-        try:
-            yield
-        finally:
-            for m, (momentum, buffers) in zip(self.norms, before, strict=True):
-                row.append(dict(m._buffers))
-                if not _counts(m) and (mean := m._buffers["running_mean"]) is not None:
-                    row[-1]["num_batches_tracked"] = torch.full_like(mean[:1], mean._version)  # each use writes once
-                m.momentum = momentum
-                m._buffers.update(buffers)
+        state, momenta, row = ForwardState(self.module), [m.momentum for m in self.norms], list[dict[str, Any]]()
+        with Buffers(nn.ModuleList(self.norms)).copied():
+            for m in self.norms:
+                m.momentum = 1.0  # so that the statistics become those of this microbatch
+                m._buffers["num_batches_tracked"] = torch.zeros((), dtype=torch.long, device=m.running_mean.device)
+            try:
+                yield
+            finally:
+                for m, momentum in zip(self.norms, momenta, strict=True):
+                    m.momentum = momentum
+                    row.append(dict(m._buffers))
+                    if not _counts(m):  # each use writes once
+                        mean = row[-1]["running_mean"]
+                        row[-1]["num_batches_tracked"] = torch.full_like(mean[:1], mean._version)
         for m, found in zip(self.norms, row, strict=True):
-            times = found["num_batches_tracked"]
-            if times is not None and times > 1:
+            times = int(found["num_batches_tracked"])
+            if times > 1 or (times == 0 and not _same(found["running_mean"], m.running_mean)):
+                how = f"is used {times} times on one image" if times else "writes to its statistics without counting"
                 raise Refusal(
-                    f"a {type(m).__name__} is used {int(times)} times on one image: the copies of a model that runs "
+                    f"a {type(m).__name__} {how}: the copies of a model that runs "
                     f"{self.where} cannot follow its running statistics; {self.instead}"
                 )
-        for (name, buffer, before_it), version in zip(self.others, versions, strict=True):
-            if buffer._version != version and not torch.equal(buffer, before_it):  # streaming sets them anew
+        for name, buffer, before_it in self.others:
+            if not _same(buffer, before_it):  # PyTorch does not count what its batch norm writes
                 raise Refusal(
                     f"the model changes its buffer {name} as it runs, which is no batch norm's: its copies "
                     f"{self.where} would differ; {self.instead}"
                 )
-        changed = next(
-            (name for name, value in attributes_of(self.module).items() if attributes.get(name) != value), None
-        )
-        if changed is not None:
-            raise Refusal(
-                f"the model changes its attribute {changed} as it runs: its copies {self.where} would differ; "
-                f"{self.instead}"
-            )
+        for path, name, value in state.written():
+            if is_data(value):
+                raise Refusal(
+                    f"the model changes its attribute {path}{'.' * bool(path)}{name} as it runs: its copies "
+                    f"{self.where} would differ; {self.instead}"
+                )
         self._found[direction, number] = row
 
     @torch.no_grad()
@@ -111,10 +108,9 @@ class RunningStatistics:
         """Update the statistics by all microbatches in order. Collective."""
         if not self.norms:
             return
-        buffers: list[Any] = [(m.momentum, *(m._buffers[name] for name in RUNNING)) for m in self.norms]
-        buffers = [
-            each if _counts(m) else (m.momentum or 0.0, *each[1:3], None)
-            for m, each in zip(self.norms, buffers, strict=True)
+        buffers: list[Any] = [
+            (m.momentum, m.running_mean, m.running_var, m.num_batches_tracked if _counts(m) else None)
+            for m in self.norms
         ]
         sizes = [1 + 2 * mean.numel() for _, mean, *_ in buffers]
         rows = torch.zeros(len(microbatches), sum(sizes), dtype=torch.float64, device=buffers[0][1].device)
@@ -135,7 +131,9 @@ class RunningStatistics:
                 torch._foreach_add_(tracked, 1)
             alike: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
             for at, momentum, mean, variance, times in norms:
-                running, now = alike.setdefault(1.0 / float(times) if momentum is None else momentum, ([], []))
+                if momentum is None:
+                    momentum = 0.0 if times is None else 1.0 / float(times)
+                running, now = alike.setdefault(momentum, ([], []))
                 running += (mean, variance)
                 now += of_type[mean.dtype][at + 1 : at + 3]
             for factor, (running, now) in alike.items():
@@ -148,13 +146,15 @@ def _counts(norm: nn.Module) -> bool:
     return not isinstance(norm, nn.modules.instancenorm._InstanceNorm)
 
 
-def _flat(values: dict[str, Tensor | None]) -> Tensor:
+def _flat(values: dict[str, Tensor]) -> Tensor:
     """How often a norm was used on a microbatch, the mean, the variance."""
     mean, variance, times = values["running_mean"], values["running_var"], values["num_batches_tracked"]
-    assert mean is not None
-    assert variance is not None
-    used = torch.ones_like(mean[:1]) if times is None else times.to(mean.dtype).view(1)
-    return torch.cat([used, mean, variance])
+    return torch.cat([times.to(mean.dtype).view(1), mean, variance])
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two buffers have the same values, numbers or none."""
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 UNLIKE_DRAWS = (
@@ -244,14 +244,18 @@ class Executor:
         run = _Run(self, feed, training, defers={action.stage for action in row if action.kind == "weight"})
         if training and (self.plan.bidirectional or self.plan.local_batches):
             self._statistics = {stage: self._copies(stage) for stage in self.stages.modules_of}
-        with torch.set_grad_enabled(training), self._own_randomness():
+        # Stages draw from streams of their own: the generators of the process, its user's, stay as they are.
+        with torch.set_grad_enabled(training), forked(self._generators, enabled=self.draws_by_stream):
             for position, action in enumerate(row):
                 run.expect(action)
                 if position + 1 < len(row):
                     run.expect(row[position + 1])
-                with as_event(action), self.caring(action, last=ends.get(action.stage) == position):
+                last = ends.get(action.stage) == position if action.kind in ("backward", "weight") else None
+                with as_event(action), ExitStack() as stack:
+                    if self.parameters is not None:
+                        self.parameters.enter(stack, action.stage, self.plan.local_batches, last)
                     if run.has(action):
-                        run.do(action)
+                        getattr(run, action.kind)(action)
                 self.progress("")
         run.finish()
         self.spans = run.spans
@@ -277,15 +281,6 @@ class Executor:
         return RunningStatistics(module, holders, speaks, plan.replica_of(rank), plan.local_batches)
 
     @contextmanager
-    def caring(self, action: Action, last: bool) -> Iterator[None]:
-        with ExitStack() as stack:
-            if self.parameters is not None:
-                stack.enter_context(self.parameters.there(action.stage, self.plan.local_batches))
-                if action.kind in ("backward", "weight"):
-                    stack.enter_context(self.parameters.one_pass(action.stage, last))
-            yield
-
-    @contextmanager
     def driving(self) -> Iterator[None]:
         """Messages to other nodes go on behind each module that is called within this context, forward and backward."""
         if self.comm.node.probe is None:
@@ -306,11 +301,6 @@ class Executor:
         if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
             tensor.grad_fn.register_prehook(lambda gradients: drive())
 
-    def collecting(self, action: Action) -> AbstractContextManager[None]:
-        if action.stage not in self._statistics:
-            return nullcontext()
-        return self._statistics[action.stage].collect(action.direction, action.microbatch)
-
     @contextmanager
     def renewing(self, action: Action) -> Iterator[None]:
         """Buffers that this forward changes are other tensors behind it.
@@ -329,10 +319,6 @@ class Executor:
     @property
     def _generators(self) -> list[torch.device]:
         return [self.stages.device] if self.stages.device.type == "cuda" else []
-
-    def _own_randomness(self) -> AbstractContextManager[None]:
-        """Stages draw from streams of their own: the generators of the process, its user's, stay as they are."""
-        return forked(self._generators, enabled=self.draws_by_stream)
 
     @property
     def draws_by_stream(self) -> bool:
@@ -401,10 +387,9 @@ class Executor:
     def begin_stream(self, stream: Any) -> None:
         """Begin a stream of random numbers of this run."""
         seed, device = hash((self.seed, self.num_runs, stream)) & (2**63 - 1), self.stages.device
-        torch.default_generator.manual_seed(seed)  # as torch.manual_seed, but leaves other GPUs' generators alone
+        seed_host(seed)
         if device.type == "cuda":
             torch.cuda.default_generators[device.index].manual_seed(seed)
-        seed_python(seed)
 
 
 def _changing(module: nn.Module) -> list[tuple[dict[str, Tensor | None], str]]:
@@ -432,9 +417,6 @@ class _Run:
         self.began = perf_counter()
         self.spans: list[TimeSpan] = []
 
-    def do(self, action: Action) -> None:
-        getattr(self, action.kind)(action)
-
     def has(self, action: Action) -> bool:
         return (action.direction, action.microbatch) in self.microbatches
 
@@ -456,8 +438,9 @@ class _Run:
             self.posted.add(action)
 
     def forward(self, action: Action) -> None:
-        executor, part, microbatch = self.executor, self.executor.stages.part(action), self.microbatch(action)
-        place, message = (action.direction, action.stage), self.message(action)
+        executor, microbatch, message = self.executor, self.microbatch(action), self.message(action)
+        place = action.direction, action.stage
+        part, statistics = executor.stages.parts[place], executor._statistics.get(action.stage)
         before, behind = executor.before.get(place), executor.behind.get(place)
         arrival = before.receive(message) if before else Received((self.feed.images(part, microbatch),), [])
         live = Live((), arrival.leaves)
@@ -467,7 +450,10 @@ class _Run:
         hooks = whole_gradients(part.grid) if self.training and part.grid.size > 1 else nullcontext()
         with self.timed(action), hooks:
             renewing = executor.renewing(action) if self.training and executor.plan.num_stages > 1 else nullcontext()
-            with executor.collecting(action), renewing, executor.context(), deferred, executor.driving():
+            collecting: AbstractContextManager[None] = nullcontext()
+            if statistics is not None:
+                collecting = statistics.collect(microbatch.direction, microbatch.number)
+            with collecting, renewing, executor.context(), deferred, executor.driving():
                 outputs = part.module(*arrival.values)
                 part.grid.halo_prefetch.flush()
             del arrival

@@ -15,7 +15,6 @@ from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.replicas.groups import Elements
 from mpi4dl.parallel.spatial.grid import Grid, Layout, PartPlace
 from mpi4dl.parallel.spatial.rules.normalization import right_gradients
-from mpi4dl.parallel.tables.schedules import Action
 from mpi4dl.parallel.tensor.styles import NOT_CUT, Cuts, Cutting, Styles, cutting_of, names_by_first
 
 if TYPE_CHECKING:
@@ -250,9 +249,6 @@ class LocalStages(nn.Module):
         for module in self.modules_of.values():
             if isinstance(module, Stage):
                 yield from module.changes()
-
-    def part(self, action: Action) -> Part:
-        return self.parts[action.direction, action.stage]
 
     @property
     def device(self) -> torch.device:

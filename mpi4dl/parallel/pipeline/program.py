@@ -288,7 +288,8 @@ class Call:
 
     @property
     def reads(self) -> frozenset[str]:
-        return frozenset(leaf.name for leaf in self._references if isinstance(leaf, Value))
+        found = references((self.training, self.evaluation))
+        return frozenset(leaf.name for leaf in found if isinstance(leaf, Value))
 
     @property
     def attributes(self) -> frozenset[str]:
@@ -308,11 +309,8 @@ class Call:
 
     @property
     def _paths(self) -> frozenset[str]:
-        return frozenset(leaf.path for leaf in self._references if isinstance(leaf, Attribute))
-
-    @property
-    def _references(self) -> "set[Value | Attribute]":
-        return references((self.training, self.evaluation))
+        found = references((self.training, self.evaluation))
+        return frozenset(leaf.path for leaf in found if isinstance(leaf, Attribute))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpi4dl._randomness import forked, seed_python
+from mpi4dl._randomness import forked, seeded
 from mpi4dl.parallel.inputs import computed_tensors, of_tokens, shape_only
 from mpi4dl.parallel.pipeline.decisions import trial
 from mpi4dl.parallel.pipeline.program import Value, references
@@ -337,9 +337,7 @@ def materialize(stage: Stage, build: Callable[[], nn.Module], device: torch.devi
     Raises:
         ValueError: `build` makes another model than the one that was split.
     """
-    with forked(), torch.device("cpu"):
-        torch.default_generator.manual_seed(seed)  # as torch.manual_seed, but leaves the GPUs' generators alone
-        seed_python(seed)
+    with seeded(seed), torch.device("cpu"):
         model = build()
     made = Stage(stage.stage_program, model)
     wanted, got = _shapes(stage), _shapes(made)

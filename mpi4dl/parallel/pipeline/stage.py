@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mpi4dl.comm.exchange import linear
 from mpi4dl.parallel.inputs import copied
 from mpi4dl.parallel.pipeline.decisions import Watch, changed
 from mpi4dl.parallel.pipeline.program import Attribute, Call, Value, map_leaves, perform
-from mpi4dl.parallel.spatial.tensor import SpatialTensor
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, local_part
 
 
 @dataclass(frozen=True)
@@ -139,10 +140,9 @@ class Stage(nn.Module):
                 del known[name]
         if stage_program.is_last:
             return self._filled(stage_program.result[not self.training], known)
-        return tuple(
-            map_leaves(_detached, known[name]) if name in stage_program.detached_outputs else known[name]
-            for name in stage_program.outputs
-        )
+        for name in stage_program.detached_outputs:
+            known[name] = map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, known[name])
+        return tuple(known[name] for name in stage_program.outputs)
 
     def _result(self, call: Call, known: dict[str, Any]) -> Any:
         trains = self._trains(call)
@@ -227,37 +227,19 @@ def _adopt(folder: nn.Module, original: nn.Module, wanted: Collection[str], pref
                 _adopt(inner, module, wanted, f"{prefix}{name}.")
 
 
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
-class _Enter(torch.autograd.Function):
-    """The identity, whose result may be overwritten although the tensor received is a leaf.
+def enter(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The values as a stage may use them: tensors that want a gradient become results; no data is copied.
 
     A model may continue with `relu_` right behind a cut, which autograd allows on a result but not on a leaf.
     """
-
-    @staticmethod
-    def forward(ctx: Any, received: Tensor) -> Tensor:
-        return received.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-def enter(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The values as a stage may use them: tensors that want a gradient become results; no data is copied."""
     seen: dict[int, Tensor] = {}
 
     def part(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.requires_grad:
             return leaf
         if id(leaf) not in seen:
-            if isinstance(leaf, SpatialTensor):
-                seen[id(leaf)] = SpatialTensor(_Enter.apply(leaf.local), leaf.layout)
-            else:
-                seen[id(leaf)] = _Enter.apply(leaf)
+            result = linear(local_part(leaf), Tensor.detach, lambda gradient: gradient)
+            seen[id(leaf)] = leaf.like(result) if isinstance(leaf, SpatialTensor) else result
         return seen[id(leaf)]
 
     return map_leaves(part, values)

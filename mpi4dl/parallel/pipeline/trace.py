@@ -261,11 +261,8 @@ class _Tracer(fx.Tracer):
         return self.opened[-1]
 
     def is_leaf_module(self, module: nn.Module, path: str) -> bool:
-        return path in self.whole or self._recomputes or not self.opens(module)
-
-    @property
-    def _recomputes(self) -> bool:
-        return any(kind == "recompute" for kind, *_ in self.within)
+        recomputes = any(kind == "recompute" for kind, *_ in self.within)
+        return path in self.whole or recomputes or not self.opens(module)
 
     def call_module(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         path = self.path_of_module(module)

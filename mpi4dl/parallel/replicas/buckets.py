@@ -151,6 +151,11 @@ def strides_of(value: Tensor) -> tuple[int, ...]:
     return value.stride()
 
 
+def is_expanded(x: Tensor) -> bool:
+    """Whether several elements are in one place of memory."""
+    return x.layout is torch.strided and any(n > 1 and not step for n, step in zip(x.shape, x.stride(), strict=True))
+
+
 def seen_as(flat: Tensor, like: Tensor) -> Tensor:
     """As many elements of flat memory in the shape and the strides of a parameter; what is flat stays so."""
     return flat.as_strided(like.shape, strides_of(like))

@@ -132,12 +132,6 @@ class Gatherer:
             self._ahead = None
 
     @contextmanager
-    def there_when_needed(self) -> Iterator[None]:
-        """Within this context, forward and backward find the parameters that they use. All ranks do the same in it."""
-        with there_together([self]):
-            yield
-
-    @contextmanager
     def watched(self, at_once: bool = False) -> Iterator[None]:
         """Within this context functions find the parameters among their arguments.
 
@@ -178,7 +172,7 @@ class Gatherer:
 def there_together(gatherers: Sequence[Gatherer], at_once: bool = False) -> Iterator[None]:
     """Within this context, forward and backward find the parameters of all of these: the graph asks one hook only.
 
-    `at_once`: see `Gatherer.watched`.
+    All ranks do the same in it, unless all are gathered `at_once`.
     """
 
     def pack(value: Tensor) -> Any:

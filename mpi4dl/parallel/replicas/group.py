@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Pending, Refusal
 from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES, BucketSegment, Shard, State, seen_as
-from mpi4dl.parallel.replicas.gathering import Gatherer
+from mpi4dl.parallel.replicas.gathering import Gatherer, there_together
 from mpi4dl.parallel.replicas.optimizer_traits import hook_on_gradient
 from mpi4dl.parallel.replicas.reducer import AllReduce, LocalGradients, Reducer, plan_layout
 from mpi4dl.parallel.replicas.update import Device, Disk, Master, Update, is_like, make_master
@@ -210,8 +210,11 @@ class ReplicaGroup:
         self._spread: Callable[[int], Pending] | None = None
         if self.zero == 3:
             self._cut_up(copies)
-        elif self.zero:
-            self._flatten()
+        elif self.zero:  # so that ranks can give each other their parts
+            self._flats = [self.layout.flatten(number, self.parameters) for number in self._numbers]
+            for number, flat in enumerate(self._flats):
+                self.layout.point(number, self.parameters, flat)
+            self._spread = lambda number: self.comm.iall_gather_into(self._flats[number], self.layout.cuts[number])
         self._placing: Callable[[], AbstractContextManager[None]] = (
             comm.together if isinstance(home, Disk) else nullcontext
         )
@@ -230,13 +233,6 @@ class ReplicaGroup:
         self._versions = self._count_changes()
         self._places = [p.data_ptr() for p in self.parameters]
         self._hooked: list[bool] = []
-
-    def _flatten(self) -> None:
-        """Lay the parameters of a bucket side by side, so that ranks can give each other their parts."""
-        for number in self._numbers:
-            self._flats.append(self.layout.flatten(number, self.parameters))
-            self.layout.point(number, self.parameters, self._flats[-1])
-        self._spread = lambda number: self.comm.iall_gather_into(self._flats[number], self.layout.cuts[number])
 
     def _cut_up(self, copies: int) -> None:
         comm, layout = self.comm, self.layout
@@ -267,7 +263,7 @@ class ReplicaGroup:
 
     def there_when_needed(self) -> AbstractContextManager[None]:
         """The context in which forward and backward find the parameters."""
-        return nullcontext() if self.gatherer is None else self.gatherer.there_when_needed()
+        return nullcontext() if self.gatherer is None else there_together([self.gatherer])
 
     def _count_changes(self) -> list[int]:
         """How often each parameter was written to, as far as PyTorch counts it."""
@@ -412,10 +408,9 @@ class ReplicaGroup:
             for segment in self.layout.segments(number, self.layout.own(number)):
                 master = masters_of[segment.member]
                 own = slice(segment.start - master.segment.start, segment.stop - master.segment.start)
-                state = {
-                    key: value.reshape(-1)[own] if is_like(value, master) else value
-                    for key, value in self._state_of(master).items()
-                }
+                known = self.optimizer.state.get(master.value, {})
+                known = known | ({} if self.average is None else self.average.of(master))
+                state = {key: x.reshape(-1)[own] if is_like(x, master) else x for key, x in known.items()}
                 value = master.value.detach().reshape(-1)[own]
                 yield Shard(self.names[segment.member], segment.start, value, state, groups.get(id(master.value)))
         for name, p in zip(self.names, self.parameters, strict=True):
@@ -423,9 +418,6 @@ class ReplicaGroup:
                 yield Shard(name, 0, p.detach().reshape(-1), {}, groups.get(id(p)))
         for name, p in self.fixed if self.comm.rank == 0 else ():
             yield Shard(name, 0, p.detach().reshape(-1))
-
-    def _state_of(self, master: Master) -> State:
-        return self.optimizer.state.get(master.value, {}) | ({} if self.average is None else self.average.of(master))
 
     def swap(self) -> None:
         """The weights and their average change places. Collective."""

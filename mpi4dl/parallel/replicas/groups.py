@@ -5,7 +5,7 @@ They are all ranks of a stage, those of several stages that share parameters, or
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -52,26 +52,17 @@ class ReplicaGroups:
     def __iter__(self) -> Iterator[ReplicaGroup]:
         return (group for _, group in self._groups)
 
-    def there(self, stage: int, at_once: bool = False) -> AbstractContextManager[None]:
-        """The context of every action of a stage. `at_once`: ranks may do different things in it."""
+    def enter(self, stack: ExitStack, stage: int, at_once: bool, last: bool | None) -> None:
+        """Enter the contexts of an action of a stage.
+
+        `at_once`: ranks may do different things in it. `last`: it is a backward pass, and whether it is the last one.
+        """
         gatherers = [group.gatherer for of, group in self._groups if stage in of and group.gatherer is not None]
-        return there_together(gatherers, at_once) if gatherers else nullcontext()
-
-    def one_pass(self, stage: int, last: bool) -> AbstractContextManager[None]:
-        """The context of one backward pass of a stage."""
-        return _all(group.one_pass(last) for of, group in self._groups if of == (stage,))
-
-    def prepare(self, num_passes: int, in_parts: bool) -> None:
-        for group in self:
-            group.prepare(num_passes, in_parts)
-
-    def swap(self) -> None:
-        for group in self:
-            group.swap()
-
-    def clamp(self, limit: float) -> None:
-        for group in self:
-            group.reducer.clamp(limit)
+        if gatherers:
+            stack.enter_context(there_together(gatherers, at_once))
+        for of, group in self._groups:
+            if last is not None and of == (stage,):
+                stack.enter_context(group.one_pass(last))
 
     def cannot_unfreeze(self, names: Collection[str]) -> str | None:
         """Why parameters of these names cannot be trained from now on; None if they can."""
@@ -81,10 +72,6 @@ class ReplicaGroups:
         return (
             f"{fixed} cannot be unfrozen, as the optimizer does not have it: make it of all that is trained later too"
         )
-
-    def unfreeze(self, names: Collection[str]) -> None:
-        for group in self:
-            group.unfreeze(names)
 
     def finish(self) -> bool:
         """Whether ranks of some group have hooks on the gradients of different parameters."""
@@ -172,14 +159,6 @@ class ReplicaGroups:
 
         for group in self:
             group.load(of_part)
-
-
-@contextmanager
-def _all(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
 
 
 def _is_flat(value: Any, like: Tensor) -> bool:

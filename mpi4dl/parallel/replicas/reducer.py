@@ -345,8 +345,9 @@ class Reducer(GradientSums):
 
     def squares(self) -> list[Tensor]:
         """The sum of the squares of what `owned` gives, for each bucket."""
-        norms = (torch.linalg.vector_norm(part, dtype=_summed_in(part)) for part in self._owned.values())
-        return [norm.double().square() for norm in norms]
+        types = {dtype: torch.float32 for dtype in LOW_PRECISION}
+        parts = self._owned.values()
+        return [torch.linalg.vector_norm(x, dtype=types.get(x.dtype)).double().square() for x in parts]
 
     def _sums(self) -> Collection[Tensor]:
         return self._owned.values()
@@ -378,10 +379,6 @@ def _tell(reducer: "weakref.ref[Reducer]", i: int, parameter: Tensor) -> None:
     if alive is not None and not alive._is_added_up(i, parameter.grad):
         with torch._C.DisableTorchFunction():  # what is done to gradients here is not the model's doing
             alive._arrived(i, parameter)
-
-
-def _summed_in(values: Tensor) -> torch.dtype | None:
-    return torch.float32 if values.dtype in LOW_PRECISION else None
 
 
 def sums_on_host(lists: Sequence[Sequence[Tensor]]) -> list[float]:

@@ -220,15 +220,11 @@ class Update:
             self.optimizer.step()
         for master in masters:
             master.value.grad = master.value.grad if keep else None
-            self._settle(master)
+            state = self.optimizer.state[master.value]  # which goes to where the master weights are
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.numel() == master.value.numel() > 1:
+                    state[key] = self.home.place(value)
         self.publish(number)
-
-    def _settle(self, master: Master) -> None:
-        """The optimizer's state goes to where the master weights are, after the step that made it."""
-        state = self.optimizer.state[master.value]
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.numel() == master.value.numel() > 1:
-                state[key] = self.home.place(value)
 
     @torch.no_grad()
     def publish(self, number: int) -> None:

@@ -21,6 +21,7 @@ from mpi4dl.comm import Refusal
 from mpi4dl.datasets import DatasetError
 from mpi4dl.geometry import BATCH, GridShape, Split, Tiling, even_cuts
 from mpi4dl.parallel.disk import ON_DEVICE, Keep
+from mpi4dl.parallel.pipeline.program import CONSTANTS, Slot, map_leaves
 from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype
 from mpi4dl.parallel.pipeline.stage import Stage, StageProgram
 from mpi4dl.parallel.spatial.grid import Grid
@@ -179,11 +180,9 @@ class ValuesBetween:
         return _Nest().take([self._known[name] for name in names])
 
     def _inputs(self, segment: StreamSegment) -> tuple[str, ...]:
-        return (
-            ()
-            if segment.program is None or segment.program.stage_program.is_first
-            else segment.program.stage_program.inputs
-        )
+        if segment.program is None or segment.program.stage_program.is_first:
+            return ()
+        return segment.program.stage_program.inputs
 
     def before(self, segment: StreamSegment) -> list[Any]:
         """The leaves of the arguments of a segment."""
@@ -204,37 +203,33 @@ class ValuesBetween:
             self.result = tuple(self._known.values())
 
 
-def _is_spec(value: Any) -> bool:
-    return isinstance(value, InputSpec)
-
-
-CONSTANTS = (bool, int, float, complex, str, torch.Size, torch.dtype, torch.device, type(None))
-
-
 class _Nest:
-    """The pytree structure of some tensors; None for a plain sequence. Copies of a module share it.
+    """How some tensors nest, with a `Slot` for each; None for a plain sequence. Copies of a module share it.
 
     Numbers among them, such as the size of the image, are those of the whole image, and so the same in all tiles.
     """
 
     def __init__(self) -> None:
-        self._structure: Any = None
-        self._constants: dict[int, Any] = {}  # by place
+        self._template: Any = None
 
     def take(self, nested: Any) -> list[Any]:
         """The tensors in `nested`, or what describes tensors."""
-        leaves, self._structure = pytree.tree_flatten(nested, is_leaf=_is_spec)
-        self._constants = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, CONSTANTS)}
-        return [leaf for place, leaf in enumerate(leaves) if place not in self._constants]
+        found: list[Any] = []
+
+        def part(leaf: Any) -> Any:
+            if isinstance(leaf, CONSTANTS):
+                return leaf
+            found.append(leaf)
+            return Slot(len(found) - 1)
+
+        self._template = map_leaves(part, nested)
+        return found
 
     def of(self, tensors: Sequence[Any]) -> Any:
         """The nest with these tensors in it."""
-        if self._structure is None:
+        if self._template is None:
             return tensors
-        coming = iter(tensors)
-        places = range(self._structure.num_leaves)
-        leaves = [self._constants[place] if place in self._constants else next(coming) for place in places]
-        return pytree.tree_unflatten(leaves, self._structure)
+        return map_leaves(lambda leaf: tensors[leaf.index] if isinstance(leaf, Slot) else leaf, self._template)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Nest":
         return self
@@ -266,6 +261,23 @@ def segment_spans(num_units: int, segments: int, statistics_of: Callable[[int], 
         if stops[-1] < stop < num_units:
             stops.append(stop)
     return list(pairwise([*stops, num_units]))
+
+
+def segments_in(
+    cuttable: Cuttable, num_units: int, options: Any, tiles: StreamTiles, spec: InputSpec, image: Sequence[int]
+) -> tuple[list[tuple[int, int]], Segments]:
+    """The first units of a model in segments as `options` say, for images of this shape and spec; and their spans."""
+
+    def statistics_of(stop: int) -> int | None:
+        part = Stage(cuttable.part(0, stop), cuttable.model)
+        try:
+            found = profile_with_margin(part, tiles, (spec,), image[2:], max(image[2:]))
+        except NotImplementedError:  # an operator without a rule for tiles
+            return None
+        return None if found is None else found.num_statistics
+
+    spans = segment_spans(num_units, options.segments, statistics_of)
+    return spans, Segments(SegmentProgram.all_of(cuttable, spans, image), options.norms, options.keep)
 
 
 def segments_of(asked: int | str | None) -> int:
@@ -470,19 +482,9 @@ def choose_leading_part(
     fine = within_blocks(cuttable, count, image) if options.segments == EACH_NORM else None
     source, stops = fine or (cuttable, tuple(range(1, count + 1)))
 
-    def statistics_of(stop: int) -> int | None:
-        part = Stage(source.part(0, stop), source.model)
-        try:
-            found = profile_with_margin(part, tiles, (spec,), size, max(size))
-        except NotImplementedError:
-            return None
-        return None if found is None else found.num_statistics
-
-    spans = segment_spans(stops[-1], options.segments, statistics_of)
-    programs = SegmentProgram.all_of(source, spans, image)
+    spans, segments = segments_in(source, stops[-1], options, tiles, spec, image)
     units = tuple((bisect_right(stops, first), bisect_left(stops, end) + 1) for first, end in spans)
     num_calls = sum(len(unit.calls) for unit in cuttable.program.units[:count])
-    segments = Segments(programs, options.norms, options.keep)
     rest = source.part(stops[-1], len(source))
     return LeadingPart(segments, options, units, num_calls, cuttable.live(count), source, rest)
 

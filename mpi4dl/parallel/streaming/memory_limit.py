@@ -332,14 +332,11 @@ class Speeds(NamedTuple):
         """About how long the streamed part takes, on so many ranks that share images: what is kept on a disk is written
         and read, and its gradient as well.
         """
-        seconds = needs.work() / num_ranks * self.flop_seconds
-        return seconds + self._of_files(2 * needs.kept_bytes) if needs.options.uses_files else seconds
-
-    def _of_files(self, num_bytes: int) -> float:
-        if num_bytes <= self.cached_bytes:
-            return num_bytes * self.cached_byte_seconds
-        rest = num_bytes - self.cached_bytes
-        return self.cached_bytes * self.cached_byte_seconds + rest * self.disk_byte_seconds
+        num_bytes = 2 * needs.kept_bytes if needs.options.uses_files else 0
+        cached = min(num_bytes, self.cached_bytes)
+        of_files = (cached, self.cached_byte_seconds), (num_bytes - cached, self.disk_byte_seconds)
+        files = sum(number * seconds for number, seconds in of_files if number)  # without room they are infinite
+        return needs.work() / num_ranks * self.flop_seconds + files
 
 
 ASSUMED_SPEEDS = Speeds(1e-9 / GFLOPS, 2 / 1e9, 2 / 1e9, 0)  # a disk with 1 GB/s each way

@@ -25,11 +25,9 @@ from mpi4dl.geometry import BATCH, Box, GridShape, Interval, Split, ceil_div, ev
 from mpi4dl.models.patches import PatchModel, chosen, cut, patches_in, tissue
 from mpi4dl.parallel.disk import ON_DEVICE, Keep
 from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype, shapes_of
-from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.halo import gather
-from mpi4dl.parallel.streaming.leading_part import EACH_NORM, SegmentProgram, Segments, StreamedImages, segment_spans
-from mpi4dl.parallel.streaming.margins import profile_with_margin
+from mpi4dl.parallel.streaming.leading_part import EACH_NORM, Segments, StreamedImages, segments_in
 from mpi4dl.parallel.streaming.norms import MODES
 from mpi4dl.parallel.streaming.stream_tiles import ImageSource, InputSpec, Pixels, StreamTiles
 
@@ -226,15 +224,7 @@ class PatchStream:
         shape = torch.Size((2 * self._options.at_once, channels, patch, patch))
         cuttable = _units_of(outline, tuple(shape), self._options.segments == EACH_NORM)
         spec = tiles.image_spec(shape, image_dtype(encoder), Split.at(even_cuts(shape[0], ranks.size)))
-
-        def statistics_of(stop: int) -> int | None:
-            part = Stage(cuttable.part(0, stop), outline)
-            found = profile_with_margin(part, tiles, (spec,), (patch, patch), 0)
-            return None if found is None else found.num_statistics
-
-        spans = segment_spans(len(cuttable), self._options.segments, statistics_of)
-        programs = SegmentProgram.all_of(cuttable, spans, shape)
-        self.segments = Segments(programs, self._options.norms, self._options.keep)
+        _, self.segments = segments_in(cuttable, len(cuttable), self._options, tiles, spec, shape)
         self.segments.watch(encoder)
 
 

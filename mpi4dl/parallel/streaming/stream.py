@@ -24,9 +24,8 @@ from mpi4dl.comm import Refusal
 from mpi4dl.comm.exchange import narrow, once_differentiable
 from mpi4dl.comm.streams import carried
 from mpi4dl.datasets import DatasetError
-from mpi4dl.parallel.blocks import Buffers
 from mpi4dl.parallel.disk import ON_DEVICE, Keep, NoRoom, let_go
-from mpi4dl.parallel.pipeline.decisions import ForwardState, watches_of
+from mpi4dl.parallel.pipeline.decisions import Buffers, ForwardState, watches_of
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import retile
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, local_part, owned, wrap

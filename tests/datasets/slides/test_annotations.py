@@ -282,6 +282,10 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "none": (lambda root: folder_of(root, {"a.geojson": None}), "names no annotation"),
     "of another ending": (lambda root: folder_of(root, {"a.ndpa": FEATURES}), "files of these end in"),
     "damaged": (lambda root: folder_of(root, {"a.geojson": b"{"}), "a.geojson"),
+    "in two spellings": (
+        lambda root: folder_of(root, {"a.geojson": FEATURES, "b.geojson": json.dumps(FEATURES).replace("Tu", "tu")}),
+        "has the classes 'Tumor' and 'tumor': write one class in one way",
+    ),
 }  # fmt: skip
 
 

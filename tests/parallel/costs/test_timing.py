@@ -11,7 +11,7 @@ from mpi4dl.geometry import GridShape
 from mpi4dl.models import build
 from mpi4dl.parallel.costs.cost_model import Profiler
 from mpi4dl.parallel.costs.sites import Site
-from mpi4dl.parallel.costs.timing import REPEATS, Seconds, _halved, time_units
+from mpi4dl.parallel.costs.timing import REPEATS, Seconds, _half, time_units
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 
 CPU = torch.device("cpu")
@@ -98,8 +98,10 @@ def test_tokens_are_timed(shape: GridShape) -> None:
     )
     site = Site((8, 4096), shape, shape.batch > 1, plain=False)
     assert site.pixels * shape.size == 8 * 4096
-    assert [each.image[0] for each in _halved(site)] == [n for n in (8, 4, 2, 1) if n >= shape.batch]
-    assert {each.image[1:] for each in _halved(site)} == {(4096,)}
+    sizes = [site]
+    while (half := _half(sizes[-1])) is not None:
+        sizes.append(half)
+    assert [each.image for each in sizes] == [(n, 4096) for n in (8, 4, 2, 1) if n >= shape.batch]
     column = Profiler(time=by_ticks).costs(cuttable, site._replace(image=(2, 64)), CPU)
     assert [(unit.forward_seconds, unit.backward_seconds) for unit in column] == [(1.0, 1.0)] * len(cuttable)
     assert column[0].output_bytes * shape.size == 2 * 64 * 8 * 4

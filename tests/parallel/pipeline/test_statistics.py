@@ -27,11 +27,14 @@ class Norms(nn.Module):
         self.frozen = nn.BatchNorm2d(CHANNELS)
         self.sometimes = nn.BatchNorm2d(CHANNELS, momentum=0.3)
         self.instance = nn.InstanceNorm2d(CHANNELS, momentum=0.2, track_running_stats=True)
+        self.uncounted = nn.Sequential(nn.BatchNorm2d(CHANNELS, momentum=0.4), nn.BatchNorm2d(CHANNELS, momentum=None))
+        for norm in self.uncounted:
+            norm.num_batches_tracked = None
         self.register_buffer("constant", torch.tensor([2.0, 3.0, 4.0]).view(3, 1, 1))
 
     def forward(self, x: Tensor, number: int) -> Tensor:
         x = self.frozen(self.without(self.average(self.usual(x)) * self.constant))
-        return self.instance(self.sometimes(x)) if number % 2 else x
+        return self.instance(self.uncounted(self.sometimes(x))) if number % 2 else x
 
 
 def norms() -> Norms:
@@ -103,6 +106,33 @@ class Remembering(nn.Module):
         return x
 
 
+class OfItsOwn(nn.BatchNorm2d):
+    """Writes to its statistics in place, by a factor of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.running_mean.lerp_(x.detach().mean((0, 2, 3)), 0.01)
+        return x
+
+
+class Functional(nn.Module):
+    """Has statistics in buffers of its own, to which PyTorch's batch norm writes without counting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(CHANNELS))
+        self.register_buffer("var", torch.ones(CHANNELS))
+        self.register_buffer("unset", torch.full((2,), torch.nan))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.batch_norm(x, self.mean, self.var, training=True)
+
+
+def twice_uncounted() -> nn.Module:
+    model = twice()
+    model[0].num_batches_tracked = None
+    return model
+
+
 def twice(kind: Callable[..., nn.Module] = nn.BatchNorm2d) -> nn.Module:
     norm = kind(CHANNELS, track_running_stats=True)
     return nn.Sequential(norm, nn.ReLU(), norm)
@@ -122,6 +152,21 @@ def twice(kind: Callable[..., nn.Module] = nn.BatchNorm2d) -> nn.Module:
             "follow its running statistics; leave out `bidirectional`",
         ),
         (
+            twice_uncounted,
+            "a BatchNorm2d is used 2 times on one image: the copies of a model that runs in both directions cannot "
+            "follow its running statistics; leave out `bidirectional`",
+        ),
+        (
+            partial(OfItsOwn, CHANNELS),
+            "a OfItsOwn writes to its statistics without counting: the copies of a model that runs in both directions "
+            "cannot follow its running statistics; leave out `bidirectional`",
+        ),
+        (
+            Functional,
+            "the model changes its buffer mean as it runs, which is no batch norm's: its copies in both directions "
+            "would differ; leave out `bidirectional`",
+        ),
+        (
             Counting,
             "the model changes its buffer seen as it runs, which is no batch norm's: its copies in both directions "
             "would differ; leave out `bidirectional`",
@@ -137,7 +182,11 @@ def twice(kind: Callable[..., nn.Module] = nn.BatchNorm2d) -> nn.Module:
 def test_what_copies_cannot_follow_is_refused(comm: Communicator, build: Callable[[], nn.Module], message: str) -> None:
     """And the statistics are left as they were."""
     model = build()
-    norm_state = {name: value.clone() for name, value in model.state_dict().items() if name != "seen"}
+    norm_state = {
+        name: value.clone()
+        for name, value in model.state_dict().items()
+        if name not in ("seen", "mean", "var", "unset")
+    }
     statistics = RunningStatistics(model, comm, {0: True})
     with pytest.raises(Refusal) as caught, statistics.collect(0, 0):
         model(torch.randn(2, CHANNELS, 4, 4))

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from mpi4dl.comm import Communicator, Pending, Refusal
-from mpi4dl.parallel.replicas.gathering import KEPT, Gatherer
+from mpi4dl.parallel.replicas.gathering import KEPT, Gatherer, there_together
 from mpi4dl.parallel.replicas.group import ReplicaGroup
 from mpi4dl.parallel.replicas.reducer import plan_layout
 from mpi4dl.parallel.replicas.update import Device
@@ -60,10 +60,10 @@ def test_what_came_next_the_last_time_comes_ahead_of_its_use(comm: Communicator)
         layer.register_forward_hook(computed)
     runs = []
     for _ in range(2):
-        with gatherer.there_when_needed():
+        with there_together([gatherer]):
             edge = get_gradient_edge(model(torch.ones(2, 4, dtype=F64)).sum())
         assert not any(is_there(p) for p in model.parameters())
-        with gatherer.there_when_needed():
+        with there_together([gatherer]):
             torch.autograd.backward([edge])
         runs.append(events.copy())
         events.clear()
@@ -76,7 +76,7 @@ def keep_little(comm: Communicator) -> tuple[int, list[tuple[int, ...]], float]:
     gatherer = gatherer_of(model, comm)
     stored = sum(p.untyped_storage().nbytes() for p in model.parameters())
     own = sum(gatherer.part(number).untyped_storage().nbytes() for number in range(len(gatherer.layout.buckets)))
-    with gatherer.there_when_needed():
+    with there_together([gatherer]):
         for p, was in zip(model.parameters(), before, strict=True):
             torch.testing.assert_close(p + 0, was, rtol=0, atol=0)
     assert all(p.data.isnan().all() for p in model.parameters())
@@ -219,7 +219,7 @@ class Changing(nn.Linear):
 def test_a_change_in_place_which_would_be_lost_is_refused(comm: Communicator, way: str) -> None:
     gatherer = gatherer_of(nn.Sequential(model := Changing(way)), comm)
     words = r"a parameter was changed while the model ran \(one of shape \(4, 4\)\).*ZeRO 2 or less"
-    with pytest.raises(Refusal, match=words), gatherer.there_when_needed():
+    with pytest.raises(Refusal, match=words), there_together([gatherer]):
         model(torch.ones(2, 4, dtype=F64))
 
 
@@ -228,5 +228,5 @@ def test_looking_at_the_values_is_no_change(comm: Communicator) -> None:
     torch.manual_seed(0)
     model = chain()
     before = [p.detach().clone() for p in model.parameters()]
-    with gatherer_of(model, comm).there_when_needed():
+    with there_together([gatherer_of(model, comm)]):
         assert [float(p.data.abs().max()) for p in model.parameters()] == [float(p.abs().max()) for p in before]
