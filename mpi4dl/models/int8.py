@@ -1,7 +1,7 @@
 """Frozen matrices in 8 bits: integers from -127 to 127, times a power of two for each row.
 
 Rounded values are exact in float32 and bfloat16, and rounding them again changes nothing. So a checkpoint has them as
-plain values, under plain names, and goes on with the same bits.
+plain values, under plain names, and a run resumes with the same bits.
 """
 
 from collections.abc import Mapping, Sequence
