@@ -753,7 +753,7 @@ def checksum(tensors: Sequence[Tensor]) -> int:
         for dim in range(-min(2, bits.dim()), 0):  # sums are small, and a GPU takes them
             found = crc32(bits.sum(dim, dtype=torch.int64).cpu().numpy().tobytes(), found)
         if bits.dim() < 2:
-            found = crc32(bits.cpu().numpy().tobytes(), found)
+            found = crc32(bits.clone().cpu().numpy().tobytes(), found)  # nobody could resize what NumPy has seen
     return found
 
 

@@ -361,3 +361,6 @@ def test_checksums_see_other_values_flips_and_permutations() -> None:
     assert sums[0] == checksum([x])
     assert len(set(sums)) == len(sums)
     assert checksum([torch.tensor(1)]) != checksum([torch.tensor(2)])
+    x = torch.zeros(0)  # as in an observer of fake quantization, which resizes it
+    checksum([x])
+    x.resize_(3)
