@@ -64,6 +64,15 @@ def test_samples_of_a_kind_that_is_not_read_are_named(tmp_path, caplog, kind, na
     assert f"left out: {names[1]}" in caplog.text
 
 
+def test_tables_of_other_names_are_named(tmp_path):
+    for each in ("p1/a.png", "p2/b.png"):
+        put(tmp_path / each)
+    assert listed(tmp_path).remarks == ()
+    (tmp_path / "Labels.csv").write_text("file,class\n")
+    (told,) = listed(tmp_path).remarks
+    assert f"tables of {tmp_path} are not read: Labels.csv; `images` {tmp_path}/NAME.csv would read one" in told
+
+
 def test_sizes_and_formats_may_be_mixed(tmp_path):
     put(tmp_path / "a/1.png", 10, (4, 5))
     put(tmp_path / "b/2.png", 20, (7, 3))
