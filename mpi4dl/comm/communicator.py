@@ -369,7 +369,7 @@ class Communicator(PointToPoint):
         """Start a collective that changes a tensor: `post(x)` does so to the same values, dense and on the host."""
         if tensor.is_cuda:
             return self.by_host(tensor, post)
-        if is_dense(tensor):
+        if is_dense(tensor) and tensor.data_ptr():  # 0 of a subclass that wraps others
             return self._in_line(lambda: post(tensor))
         dense = tensor.clone(memory_format=torch.contiguous_format)
         return self._in_line(lambda: post(dense)).then(lambda: tensor.copy_(dense))

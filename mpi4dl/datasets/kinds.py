@@ -47,6 +47,11 @@ class FileKind:
     def nouns(self) -> str:
         return self.noun.replace("file", "files") if " " in self.noun else f"{self.noun}s"
 
+    def _takes(self, path: Path) -> bool:
+        """Whether a file below a folder is of this kind; one without a known ending begins like DICOM."""
+        name = path.name.lower()
+        return name.endswith(self.suffixes) or (DICOM in self.suffixes and not name.endswith(self.not_read))
+
     def below(self, folder: Path) -> tuple[list[str], dict[str, str]]:
         """The samples below a folder, in order, and the sample that each other file is a part of.
 
@@ -58,7 +63,7 @@ class FileKind:
             what = f"is a file, not a folder of {self.nouns}" if folder.exists() else f"no such folder of {self.nouns}"
             raise DatasetError(f"{folder}: {what}: name one by `{self.folder_option}`")
         paths = [*files_below(folder, (*self.suffixes, *self.not_read))]
-        others = [path for path in paths if path.name.lower().endswith(self.not_read)]
+        others = [path for path in paths if not self._takes(path)]
         if others:
             names = sorted(path.relative_to(folder).as_posix() for path in others)
             told = f"{counted(len(names), 'file')} below {folder} left out: {some(names, 3)}"
@@ -86,8 +91,14 @@ def _slides_of_dicom(paths: Sequence[Path]) -> Iterator[tuple[Path, list[Path], 
 
 
 _OTHER_PICTURES = (".gif", ".jp2", ".j2k", ".jfif", ".jpe", ".heic", ".heif", ".avif", ".jxl", ".tga", ".ppm", ".pgm")
-PICTURES = FileKind("image", SUFFIXES, not_read=_OTHER_PICTURES)
-VOLUMES = FileKind("volume", tuple(VOLUME_SUFFIXES), GROUPED, not_read=(".mha", ".mhd", ".nrrd", ".mgz"))
+_OTHER_SLIDES = (".czi", ".vsi", ".lif", ".isyntax", ".qptiff")
+_OTHER_VOLUMES = (".mha", ".mhd", ".nrrd", ".nhdr", ".mgz", ".img")
+PICTURES = FileKind(
+    "image", SUFFIXES, not_read=(*_OTHER_PICTURES, *_OTHER_SLIDES, *_OTHER_VOLUMES, DICOM, ".nii", ".nii.gz", ".npy")
+)
+VOLUMES = FileKind(
+    "volume", tuple(VOLUME_SUFFIXES), GROUPED, not_read=(*_OTHER_VOLUMES, *ZARR_SUFFIXES, ".h5", ".czi", ".lif")
+)
 SLIDES = FileKind(
     "slide",
     WHOLE_SLIDES,
@@ -96,7 +107,7 @@ SLIDES = FileKind(
     missing=": correct its name, or name the folder of slides by `slides_folder`",
     folder_option="slides_folder",
     tells_patients=True,
-    not_read=(*_OTHER_PICTURES, *ZARR_SUFFIXES, ".czi", ".vsi", ".lif", ".isyntax", ".qptiff"),
+    not_read=(*_OTHER_PICTURES, *_OTHER_SLIDES, *ZARR_SUFFIXES),
 )
 FEATURES = FileKind(
     "file of features",

@@ -151,6 +151,7 @@ _TRAIN_VAL = ("train", "val")
 # targets likewise.
 
 CLASSES = "classes.txt"
+_TABLES = (".csv", ".tsv", ".xlsx", ".xls", ".ods")  # how tables end that nobody named
 _BLACK_AND_WHITE = ({0, 255}, {255})
 
 
@@ -448,6 +449,10 @@ def open_files(
     if named:
         raise DatasetError(f"{path}: has no {TABLE}, of which {', '.join(named)} could be columns")
     found = folder_table(path, kind, classes)
+    tables = sorted(each.name for each in path.iterdir() if each.suffix.lower() in _TABLES and visible(each.name))
+    if tables:
+        not_read = f"tables of {path} are not read: {some(tables, 3)}; `images` {path / 'NAME.csv'} would read one"
+        found = found._replace(remarks=(*found.remarks, not_read))
     return paired(path, path, found) if files_of(found.task) else SampleFiles(path, path, found, kind, channels)
 
 

@@ -189,7 +189,8 @@ class Engine(Runner):
         self._stepping = Stepping(optimizer, tuple(self.groups), comm, partial)
         self._across = [self._parts_of(each.parameters, each.across) for each in self.stages.together]
         self._table = plan.table()
-        self._known = {id(p): p for module in modules_of(self.stages) for p in module._parameters.values()}
+        named = [each for module in modules_of(self.stages) for each in module._parameters.items()]
+        self._known = {(name, id(p)): p for name, p in named}
 
     def _require_alike(self, trained: Sequence[frozenset[str]]) -> None:
         """Refuse an optimizer that does not train the same parameters of each group on all of its ranks. Collective."""
@@ -331,11 +332,11 @@ class Engine(Runner):
         """Why a parameter of the model would not be trained as the others; None if there is none."""
         for module in modules_of(self.stages):
             for name, p in module._parameters.items():
-                if p is not None and id(p) not in self._known:
+                if p is not None and (name, id(p)) not in self._known:
                     return (
                         f"{name} of {type(module).__name__} is another parameter than when the engine was made, as "
-                        "after load_state_dict(assign=True) or with a new layer: write to it in place, or make a new "
-                        "engine"
+                        "after load_state_dict(assign=True), pruning, or with a new layer: write to it in place, or "
+                        "make a new engine"
                     )
         return None
 

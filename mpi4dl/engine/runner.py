@@ -393,7 +393,10 @@ class OutputFeed(InputFeed):
         if found.counts and (found.values.numel() or not self.dense):
             begin = self.first + microbatch.samples.start
             samples = slice(begin + found.where[0].start, begin + found.where[0].stop)
-            self.pieces.append(OutputPiece((samples, *found.where[1:]), found.values.detach().cpu()))
+            values = found.values.detach().cpu()
+            if values.dtype in (torch.bfloat16, torch.float16):  # NumPy has no bfloat16
+                values = values.float()
+            self.pieces.append(OutputPiece((samples, *found.where[1:]), values))
 
 
 @contextmanager

@@ -8,11 +8,14 @@ merged to. B begins as zero: the model begins as the plain one.
 """
 
 import inspect
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
+
+from mpi4dl.models.int8 import hold_in_int8
 
 
 class LoRALinear(nn.Linear):
@@ -38,7 +41,13 @@ class LoRALinear(nn.Linear):
 
 
 def add_lora(
-    model: nn.Module, r: int, alpha: float, targets: Sequence[str], dropout: float = 0.0, train: Sequence[str] = ()
+    model: nn.Module,
+    r: int,
+    alpha: float,
+    targets: Sequence[str],
+    dropout: float = 0.0,
+    train: Sequence[str] = (),
+    base: str | None = None,
 ) -> None:
     """Give linear layers of a model adapters, in place, and freeze the rest of it.
 
@@ -50,6 +59,8 @@ def add_lora(
         dropout: of the inputs of adapters.
         train: modules that are trained whole, likewise. So are the aggregator of a model of patches, the classifiers
             of a model of timm, and the last layer of others.
+        base: "int8" rounds the frozen weights of linear layers to 8 bits, and holds them so; those that another module
+            has too stay as they are.
 
     Raises:
         ValueError: a name matches no module, or no linear layer; or a layer cannot have an adapter.
@@ -78,6 +89,11 @@ def add_lora(
         setattr(modules[home], leaf, made[id(layer)].train(layer.training))
     for path in whole:
         modules[path].requires_grad_(True)
+    if base == "int8":
+        homes = Counter(id(p) for each in model.modules() for p in each._parameters.values())
+        for each in model.modules():
+            if isinstance(each, nn.Linear) and not each.weight.requires_grad and homes[id(each.weight)] == 1:
+                hold_in_int8(each)
 
 
 def _heads(model: nn.Module, modules: dict[str, nn.Module]) -> list[str]:

@@ -476,7 +476,7 @@ def dump(raw: Any) -> str:
 # Kinds of value that go by patterns of names: which ones, numbers for some, and from which epoch on.
 
 
-LORA_KEYS = ("r", "alpha", "targets", "dropout", "train")
+LORA_KEYS = ("r", "alpha", "targets", "dropout", "train", "base")
 
 
 def _patterns(value: Any) -> tuple[str, ...]:
@@ -526,9 +526,10 @@ def _lora(value: Any) -> dict[str, Any]:
         raise ValueError
     rank, names = COUNT.check(value["r"]), {name: _patterns(value.get(name, ())) for name in ("targets", "train")}
     alpha, dropout = POSITIVE.check(value.get("alpha", rank)), NOT_NEGATIVE.check(value.get("dropout", 0.0))
-    if not names["targets"] or dropout >= 1:
+    if not names["targets"] or dropout >= 1 or value.get("base", "int8") not in ("int8", None):
         raise ValueError
-    return {"r": rank, "alpha": alpha, "targets": [*names["targets"]], "dropout": dropout, "train": [*names["train"]]}
+    found = {"r": rank, "alpha": alpha, "targets": [*names["targets"]], "dropout": dropout, "train": [*names["train"]]}
+    return found | ({"base": "int8"} if value.get("base") else {})
 
 
 def _epochs(value: Any) -> tuple[tuple[int, str], ...]:
@@ -552,7 +553,7 @@ PATTERNS = Kind(
     raw=",".join,
 )
 LORA = Kind(
-    "adapters such as r=16,alpha=32,targets=qkv,proj, with dropout=0.1 and train=norm if wanted",
+    "adapters such as r=16,alpha=32,targets=qkv,proj, with dropout=0.1, train=norm and base=int8 if wanted",
     "K=V,...",
     _lora,
     read=_read_lora,

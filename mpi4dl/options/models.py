@@ -43,6 +43,8 @@ def build_model(config: Config, num_classes: int, channels: int) -> nn.Module:
     if chosen.lora is not None:
         from mpi4dl.models.lora import add_lora
 
+        if "base" in chosen.lora and config.parallel.tensor > 1:
+            raise ConfigError("`lora` base=int8 is for whole weights, but `tensor` cuts them: leave out one of the two")
         with saying(f"`lora` of `model` {config.model_name}"):
             add_lora(model, **chosen.lora)
     with saying(f"`freeze` {','.join(chosen.freeze)}"):

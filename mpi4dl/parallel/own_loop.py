@@ -10,6 +10,7 @@ Parameters enter as images do: see `replicas.parameter_sums`.
 import copy
 import dataclasses
 import functools
+import inspect
 import operator
 import re
 import weakref
@@ -139,12 +140,12 @@ def _made_again(loop: "_Loop | None", kind: type[nn.Module], make: Callable[...,
 
 
 def _on_tiles(kind: type[nn.Module], grid: Grid) -> type[nn.Module]:
-    @functools.wraps(kind.forward)  # trainers read its signature
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         loop = vars(self).get("_loop")  # another object of this class has none
         plain = super(_OnTiles, self).forward
         return plain(*args, **kwargs) if loop is None else loop.call(self, plain, args, kwargs)
 
+    forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]  # trainers read it
     if grid.size > 1:
         defer_compiler()
         forward = torch.compiler.disable(forward)
@@ -177,7 +178,7 @@ class _Loop:
                 "torch.func or forward-mode AD transforms a model on tiles, which is not possible: use "
                 "torch.autograd.grad"
             )
-        if torch.jit.is_tracing() or torch.compiler.is_exporting() or torch.fx._symbolic_trace.is_fx_symbolic_tracing():
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():
             raise Refusal(
                 "a model on tiles is exported or traced, which is not possible: export the plain model, which is "
                 "pickle.loads(pickle.dumps(model))"
@@ -697,7 +698,7 @@ def checksum(tensors: Sequence[Tensor]) -> int:
         for dim in range(-min(2, bits.dim()), 0):  # sums are small, and a GPU takes them
             found = crc32(bits.sum(dim, dtype=torch.int64).cpu().numpy().tobytes(), found)
         if bits.dim() < 2:
-            found = crc32(bits.cpu().numpy().tobytes(), found)
+            found = crc32(bits.clone().cpu().numpy().tobytes(), found)  # nobody could resize what NumPy has seen
     return found
 
 

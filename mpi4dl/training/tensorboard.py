@@ -346,6 +346,6 @@ def purposes_of(engine: Engine, peak_bytes: int, on_disk: bool = False) -> dict[
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Of the storages of some tensors."""
-    storages = (tensor.untyped_storage() for tensor in tensors)
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
+    """Of the storages of some tensors; of a subclass that wraps others, what it says of itself."""
+    storages = ((tensor.untyped_storage(), tensor) for tensor in tensors)
+    return sum({s._cdata: s.nbytes() if x.data_ptr() else x.nbytes for s, x in storages}.values())

@@ -9,7 +9,7 @@ import pytest
 import tifffile
 
 from mpi4dl.datasets import BadImage, DatasetError
-from mpi4dl.datasets.kinds import SLIDES, VOLUMES
+from mpi4dl.datasets.kinds import PICTURES, SLIDES, VOLUMES
 from mpi4dl.datasets.listed import OtherFile
 from mpi4dl.datasets.sources import open_files
 from tests.datasets.boxes import noise_image, whole
@@ -47,12 +47,30 @@ def test_pictures_of_a_kind_that_is_not_read_are_named(tmp_path, caplog, name):
     assert told.startswith(f"1 file below {tmp_path / 'cat'} left out: {name}: images end in .png .jpg")
 
 
-@pytest.mark.parametrize(("kind", "names"), [(SLIDES, ("a.tif", "b.czi")), (VOLUMES, ("a.npy", "b.nrrd"))])
-def test_slides_and_volumes_of_a_kind_that_is_not_read_are_named(tmp_path, caplog, kind, names):
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (SLIDES, ("a.tif", "b.czi")),
+        (VOLUMES, ("a.npy", "b.nrrd")),
+        (PICTURES, ("a.png", "b.dcm")),
+        (PICTURES, ("a.png", "b.nii.gz")),
+        (PICTURES, ("a.png", "IM1")),
+    ],
+)
+def test_samples_of_a_kind_that_is_not_read_are_named(tmp_path, caplog, kind, names):
     for name in names:
-        (tmp_path / name).touch()
+        (tmp_path / name).write_bytes(bytes(128) + b"DICM")
     assert kind.below(tmp_path)[0] == [names[0]]
     assert f"left out: {names[1]}" in caplog.text
+
+
+def test_tables_of_other_names_are_named(tmp_path):
+    for each in ("p1/a.png", "p2/b.png"):
+        put(tmp_path / each)
+    assert listed(tmp_path).remarks == ()
+    (tmp_path / "Labels.csv").write_text("file,class\n")
+    (told,) = listed(tmp_path).remarks
+    assert f"tables of {tmp_path} are not read: Labels.csv; `images` {tmp_path}/NAME.csv would read one" in told
 
 
 def test_sizes_and_formats_may_be_mixed(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
@@ -225,7 +226,7 @@ class Shrinking(Net):
 def change(comm: Communicator, zero: int, offload: str) -> list[str]:
     """What is said of changes that a loop of one's own, or the model, makes between steps and in them."""
     said = []
-    for change in ("value", "group", "forward", "data", "assign"):
+    for change in ("value", "group", "forward", "data", "assign", "prune"):
         model = (Shrinking if change == "forward" else Net)().double()
         optimizer = sgd(model)
         engine = engine_of(comm, model, optimizer, zero, offload=offload)
@@ -241,6 +242,8 @@ def change(comm: Communicator, zero: int, offload: str) -> list[str]:
                     model.last.bias.data = model.last.bias.data * 2
                 if change == "assign":
                     model.load_state_dict(model.state_dict(), assign=True)
+                if change == "prune":
+                    prune.identity(model.last, "weight")
                 if change == "group":
                     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
             said.append("")
@@ -252,8 +255,9 @@ def change(comm: Communicator, zero: int, offload: str) -> list[str]:
 @pytest.mark.parametrize(("zero", "offload"), [(0, "none"), (1, "disk"), (3, "none")])
 def test_changes_that_would_be_lost_are_refused(ranks: Ranks, zero: int, offload: str) -> None:
     wanted = {"last.bias": zero == 1, "empty": zero == 3}
-    for value, group, forward, data, assign in ranks(2).run(change, zero, offload):
+    for value, group, forward, data, assign, pruned in ranks(2).run(change, zero, offload):
         assert "is another parameter than when the engine was made" in assign
+        assert pruned.startswith("weight_orig of Linear is another parameter than when the engine was made")
         assert data.startswith("last.bias has other memory than") == (zero > 0)
         for name, refused in wanted.items():
             assert value.startswith(f"{name} was changed outside of the optimizer") == refused

@@ -1,5 +1,6 @@
 """Adapters of low rank by the command equal plain PyTorch, by any plan; merged weights; what is refused of them."""
 
+import copy
 import importlib.util
 import math
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from mpi4dl.comm import Communicator
 from mpi4dl.datasets import Loader
 from mpi4dl.export import export
 from mpi4dl.geometry import Box, Interval
+from mpi4dl.models.int8 import Int8Matrix, hold_in_int8
 from mpi4dl.models.lora import LoRALinear, add_lora
 from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import parse
@@ -67,6 +69,7 @@ FLAGS = (
     "--num-workers 0 --mean 0 --std 1 --epochs 2 --log-interval 1 --seed 3 "
     "--lr-schedule constant --warmup 0"
 )
+EIGHT_BITS = ",base=int8"
 QUERIES = "own --lora r=3,alpha=6,targets=query,attention.output,up"
 FUSED = "Timm --lora r=3,alpha=6,targets=qkv,proj,train=net.norm"
 OF_PATCHES = "patch --patches 32 --lora r=3,alpha=6,targets=query,value --aggregator mean"
@@ -74,6 +77,7 @@ OF_TILES = "Virchow --patches 28 --lora r=3,alpha=6,targets=qkv,fc1 --aggregator
 FEW = {
     "own by stages of tiles": (QUERIES, "--stages 2 --tiles 1x2,1x1 --balance flops --microbatches 2"),
     "patches on tiles": (OF_PATCHES, "--tiles 1x2"),
+    "own in 8 bits by stages of tiles": (QUERIES + EIGHT_BITS, "--stages 2 --tiles 1x2,1x1 --microbatches 2"),
 }
 MORE = {
     "own on tiles": (QUERIES, "--tiles 1x2"),
@@ -90,6 +94,9 @@ MORE = {
     "published encoder by replicas": (OF_TILES, "--data 2 --zero 2"),
     "patches by replicas": (OF_PATCHES, "--data 2 --zero 2"),
     "patches on tiles of replicas": (OF_PATCHES, "--tiles 1x2 --data 2"),
+    "patches in 8 bits on tiles": (OF_PATCHES.replace("value", "value" + EIGHT_BITS), "--tiles 1x2"),
+    "timm in 8 bits by replicas": (FUSED + EIGHT_BITS, "--data 2 --zero 2"),
+    "own in 8 bits recomputed": (QUERIES + EIGHT_BITS, "--recompute --tiles 1x2"),
 }
 
 
@@ -144,8 +151,14 @@ def plainly(own: Path, model: str) -> tuple[nn.Module, list[float], dict[str, Te
     finally:
         torch.set_default_dtype(torch.float32)
     begun = drawn.state_dict()
-    for name, value in plain.state_dict().items():  # the model begins as the plain one
+    for name, value in plain.state_dict().items():  # the model begins as the plain one, but for rounding
+        if isinstance(begun[name], Int8Matrix):
+            row = value.abs().amax(1, keepdim=True)
+            assert ((begun[name] - value).abs() <= row / 127 * (1 + 1e-12)).all()  # half of a step, at most twice
+            value.copy_(begun[name])
         assert torch.equal(begun[name], value)
+    held = {name for name, value in begun.items() if isinstance(value, Int8Matrix)}
+    assert bool(held) == (EIGHT_BITS in model)
     chosen = config.tuning.lora
     assert chosen is not None
     plain.requires_grad_(False)
@@ -313,6 +326,37 @@ def test_a_target_that_cannot_be_is_refused(targets: list[str], said: str) -> No
         add_lora(Home(), 2, 4, targets)
 
 
+def test_matrices_in_8_bits_take_values_and_give_them() -> None:
+    """Rounded values stay as they are when they are rounded again, in another type, a copy or a file."""
+    layer = nn.Linear(300, 50).double()
+    with torch.no_grad():
+        layer.weight[:, 0] = torch.linspace(-1, 1, 50)  # the largest of rows, of any mantissa
+    drawn = layer.weight.detach().clone()
+    hold_in_int8(layer)
+    values = layer.weight.detach() + 0
+    assert layer.weight.nbytes == 50 * 300 + 50 * 8
+    assert ((values - drawn).abs() <= drawn.abs().amax(1, keepdim=True) / 127 * (1 + 1e-12)).all()
+    x = torch.randn(4, 300, dtype=torch.float64, requires_grad=True)
+    ours, plain = (
+        torch.autograd.grad(nn.functional.linear(x, w, layer.bias).square().sum(), x) for w in (layer.weight, values)
+    )
+    assert torch.equal(ours[0], plain[0])
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+        layer(x.reshape(2, 2, 300))
+    assert [type(t) for t in kept if 300 in t.shape and 50 in t.shape] == [Int8Matrix]  # no values wait for backward
+    layer.load_state_dict({"weight": drawn, "bias": layer.bias.detach()})
+    for each in (layer, copy.deepcopy(layer), layer.float(), layer.bfloat16()):
+        assert isinstance(each.weight, Int8Matrix)
+        assert isinstance(each.weight, nn.Parameter)
+        assert torch.equal(each.weight.detach().double() + 0, values)
+    with torch.no_grad():
+        layer.weight.mul_(math.nan)
+        assert layer.weight.isnan().all()
+        layer.weight.zero_()
+        assert not layer.weight.any()
+
+
 def test_what_is_trained_and_dropped_out() -> None:
     model = Home()
     add_lora(model, 2, 4, ["mlp.*"], dropout=0.5, train=["norm"])
@@ -341,6 +385,10 @@ def test_the_option_as_flags_and_files_have_it() -> None:
     found = parse(["--lora", "r=4,targets=qkv,attn.proj,alpha=2,train=norm"]).tuning.lora
     assert found == {"r": 4, "alpha": 2.0, "targets": ["qkv", "attn.proj"], "dropout": 0.0, "train": ["norm"]}
     assert parse(["--lora", "none"]).tuning.lora is None
+    eight = parse(["--model", "vit", "--lora", "r=4,targets=query,base=int8", "--tensor", "2"])
+    assert dict(eight.tuning.lora or {})["base"] == "int8"
+    with pytest.raises(ValueError, match="`lora` base=int8 is for whole weights, but `tensor` cuts them"):
+        build_model(eight, 3, 3)
     for wrong in (
         "r=4",
         "targets=a",
@@ -348,6 +396,7 @@ def test_the_option_as_flags_and_files_have_it() -> None:
         "r=4,targets=",
         "r=4,targets=a,rank=2",
         "r=4,targets=a,dropout=1",
+        "r=4,targets=a,base=int4",
     ):
         with pytest.raises(ValueError, match=r"--lora is .* but must be adapters such as r=16"):
             parse(["--lora", wrong])

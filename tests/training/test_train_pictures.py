@@ -162,6 +162,17 @@ def test_pictures_and_their_metrics_are_those_of_whole_images(
         assert float(judged["mae"]) == pytest.approx(np.abs(x - y).mean(), rel=1e-5)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_pictures_in_16_bits(ranks: Ranks, tmp_path: Path, precision: str) -> None:
+    pairs, out = write_pairs(tmp_path / "pairs", "uint16"), tmp_path / "out"
+    run = run_train(ranks, tmp_path / "run", COMMON, pairs, "--max-steps 2")
+    assert ranks(2).run(use, run, pairs, out, {"tiles": "1x2", "precision": precision}) == [[], []]
+    for row in read_rows(out / "predictions.csv"):
+        made, _ = reference(run, pairs, Path(row["image"]).stem)
+        found = tifffile.imread(out / row["prediction"])
+        assert np.abs(found / 65535 - made.clip(0, 1).permute(1, 2, 0).numpy()).max() < 0.1
+
+
 @pytest.mark.parametrize(("name", "kind"), [("alexnet", "alex"), ("squeezenet1_1", "squeeze"), ("vgg16", "vgg")])
 @pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:.*pretrained", "ignore:Arguments other than a weight enum")

@@ -225,7 +225,7 @@ def backward_hook_in(module: nn.Module, num_ranks: int) -> str | None:
 
 def _overlap(parameters: Mapping[str, nn.Parameter]) -> tuple[str, str] | None:
     """The names of two parameters that have elements in the same place."""
-    found = [(p.data_ptr(), name, p) for name, p in parameters.items() if p.numel() and not p.is_meta]
+    found = [(p.data_ptr(), name, p) for name, p in parameters.items() if p.numel() and p.data_ptr()]
     found.sort(key=lambda each: each[:2])
     end, last = 0, ""
     for start, name, p in found:
