@@ -44,7 +44,7 @@ from mpi4dl.parallel.replicas.parameter_sums import (
 )
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.halo import gather, gather_axes
-from mpi4dl.parallel.spatial.rules.hooks import whole_gradients
+from mpi4dl.parallel.spatial.rules.hooks import whole_gradient, whole_gradients
 from mpi4dl.parallel.spatial.sharding import from_tile, shard, spread_evenly
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, guards, in_arguments, local_part, refusal
 
@@ -267,14 +267,7 @@ class _Loop:
 
     def _left(self, y: Tensor) -> Tensor:
         """An output of the model for outside of it."""
-        size = self.tiles.grid.size
-        if isinstance(y, KeptTensor):
-            return y.outside()
-        if isinstance(y, SpatialTensor):
-            if self.spread:
-                return y.like(_share(y.local, size))
-            y = gather_axes(y, y.layout.grid.axes)
-        return _share(y, size)
+        return y.outside() if isinstance(y, KeptTensor) else _output(y, self.tiles.grid, self.spread)
 
     def _refuse_spread_buffers(self, model: nn.Module) -> None:
         for path, module in model.named_modules():
@@ -470,11 +463,14 @@ def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Te
     (outputs, *options), named = in_arguments((outputs, *args), kwargs, outside)
     inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     with torch._C.DisableTorchFunctionSubclass():
-        found = torch.autograd.grad(outputs, inputs, *options, **named)
-    return tuple(
-        _total(x.grid.comm, g) if isinstance(x, KeptTensor) and g is not None else g
-        for x, g in zip(inputs, found, strict=True)
-    )
+        found = torch.autograd.grad(outputs, [local_part(x) for x in inputs], *options, **named)
+    return tuple(g if g is None else _whole_gradient(x, g) for x, g in zip(inputs, found, strict=True))
+
+
+def _whole_gradient(x: Tensor, share: Tensor) -> Tensor:
+    if isinstance(x, SpatialTensor):
+        return gather_axes(whole_gradient(x.layout, share), x.layout.grid.axes)
+    return _total(x.grid.comm, share) if isinstance(x, KeptTensor) else share
 
 
 VIEWS = tuple(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
@@ -483,14 +479,24 @@ OF_GRADIENT = tuple(getattr(Tensor.grad, name) for name in ("__get__", "__set__"
 
 def outside(x: Tensor) -> Tensor:
     """What somebody kept of a model as the output that it is; other tensors are what they are."""
+    if isinstance(x, SpatialTensor) and x.kept:
+        if x.output is None:
+            with torch.enable_grad():
+                x.output = _output(x, x.layout.grid, x.layout.grid.loop == "spread")
+        return x.output
     return x.outside() if isinstance(x, KeptTensor) else x
+
+
+def _of_spread(x: Tensor) -> Tensor:
+    """The same of all spread tensors, which are whole outside of a model whose outputs are."""
+    if not isinstance(x, SpatialTensor) or x.kept or x.layout.grid.loop != "whole":
+        return outside(x)
+    return gather_axes(x, x.layout.grid.axes)
 
 
 def _now(x: Tensor) -> Tensor:
     """The same for a function that is called now: those that a backward pass calls again see it as it was."""
-    if not isinstance(x, KeptTensor):
-        return x
-    return x.outside() if torch._C._current_graph_task_id() < 0 else _plain(x)
+    return outside(x) if torch._C._current_graph_task_id() < 0 else _plain(x)
 
 
 APPLY = vars(torch.autograd.Function)["apply"]  # a class method, of Python or, since PyTorch 2.15, of C
@@ -516,34 +522,39 @@ def _plain(x: Tensor) -> Tensor:
 
 
 HOOKS = (Tensor.register_hook, Tensor.retain_grad)
-READS = {"__get__", "detach", "__repr__", "__format__", "dim", "size"}
+READS = {"__get__", "__repr__", "__format__", "dim", "size"}
 
 
-def _guard(function: Any, args: Sequence[Any], options: dict[str, Any]) -> None:
-    """Refuse what would leave a rank with a part of a gradient: some uses of spread tensors outside of their model."""
-    if ForwardPass.now() is not None or torch._C._current_graph_task_id() >= 0 or not torch.is_grad_enabled():
-        return
+def _guard(function: Any, args: Sequence[Any], options: dict[str, Any]) -> Callable[[], Any] | None:
+    """What is called instead of a function of spread tensors outside of their model, if anything is.
+
+    There whole tensors are whole outputs, of whose gradients each rank has a share, and those that somebody kept are
+    outputs. Refuses what would leave a rank with a part of a gradient.
+    """
+    if ForwardPass.now() is not None or torch._C._current_graph_task_id() >= 0:
+        return None
     first = next((x for x in args if type(x) is SpatialTensor), None)
     if (first is not None and first.layout.grid.loop is None) or getattr(function, "__name__", "") in READS:
-        return
+        return None
     tensors = [x for x in pytree.tree_leaves((tuple(args), options)) if isinstance(x, Tensor)]
-    loops = {
-        x.layout.grid.loop
-        for x in tensors
-        if isinstance(x, SpatialTensor) and x._local is not None and x._local.requires_grad
-    }
-    if "whole" in loops or any(isinstance(x, SpatialTensor) and x.kept for x in tensors):
-        raise refusal(
-            function_name(function),
-            "it is given a tensor that was kept beside what the model returns: return it, or detach it",
-        )
-    plain = any(x.requires_grad for x in tensors if not isinstance(x, SpatialTensor))
-    if "spread" in loops and (plain or function in HOOKS):
-        raise refusal(
-            function_name(function),
-            "outside of the model, a spread output meets a hook or a plain tensor that requires a gradient: do that in "
-            "the model, or leave out outputs='spread'",
-        )
+    spread = [x for x in tensors if isinstance(x, SpatialTensor)]
+    plain = torch.is_grad_enabled() and any(x.requires_grad for x in tensors if not isinstance(x, SpatialTensor))
+    if any(x.kept for x in spread):
+        if function is torch.autograd.grad:
+            return functools.partial(_gradients, *args, **options)
+        if function in HOOKS:  # of all uses, within and outside
+            return None
+    elif not (plain and any(x.layout.grid.loop == "whole" for x in spread)):
+        loops = {x.layout.grid.loop for x in spread if x._local is not None and x._local.requires_grad}
+        if "spread" in loops and torch.is_grad_enabled() and (plain or function in HOOKS):
+            raise refusal(
+                function_name(function),
+                "outside of the model, a spread output meets a hook or a plain tensor that requires a gradient: do "
+                "that in the model, or leave out outputs='spread'",
+            )
+        return None
+    args, options = in_arguments(args, options, _of_spread)
+    return functools.partial(function, *args, **options)
 
 
 guards.append(_guard)
@@ -556,6 +567,15 @@ def _with_summed_weights(module: nn.Module, inputs: Any) -> None:
 
 def _total(comm: Communicator, gradient: Tensor) -> Tensor:
     return comm.all_reduce(gradient.clone(memory_format=torch.contiguous_format))
+
+
+def _output(y: Tensor, grid: Grid, spread: bool) -> Tensor:
+    """A tensor of within a model for outside of it."""
+    if isinstance(y, SpatialTensor):
+        if spread:
+            return y.like(_share(y.local, grid.size))
+        y = gather_axes(y, grid.axes)
+    return _share(y, grid.size)
 
 
 def _share(y: Tensor, size: int) -> Tensor:

@@ -481,6 +481,33 @@ def kept_by_all_means(wrap: Wrap) -> list[Tensor]:
     return [*found_in(model), *gradients, seen[0].grad]
 
 
+def kept_maps(wrap: Wrap) -> list[Tensor]:
+    """Maps that hooks keep: in a loss beside those of a teacher, in a head outside, and as Grad-CAM weighs them."""
+    seen, taught, found = list[Tensor](), list[Tensor](), list[Tensor]()
+    student, teacher = made(), made().requires_grad_(False)
+    with torch.no_grad():
+        teacher.first.weight.mul_(-0.5)
+    student.frozen.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    teacher.frozen.register_forward_hook(lambda module, inputs, output: taught.append(output))
+    head = nn.Conv2d(6, 6, 3)
+    nn.init.constant_(head.weight, 0.05)
+    nn.init.constant_(head.bias, 0.1)
+    student, teacher = wrap(student), wrap(teacher)
+    for images, labels in batches(2):
+        logits = student(images)
+        with torch.no_grad():
+            teacher(images)
+        mine, its = seen[-1], taught[-1]
+        mine.retain_grad()
+        found += torch.autograd.grad(logits[:, 1].sum(), [mine, logits], retain_graph=True)
+        cam = (found[-2].mean((2, 3), keepdim=True) * mine.detach()).sum(1).relu()
+        likeness = (mine - its).square().mean() + F.mse_loss(head(mine), its[:, :, 1:-1, 1:-1])
+        (F.cross_entropy(logits, labels) + likeness + head(cam[:, None] * its).mean()).backward()
+        assert mine.grad is not None
+        found += [cam, mine.grad]
+    return [*found_in(student, head), *found]
+
+
 def other_ways_in(wrap: Wrap) -> list[Tensor]:
     """A parameter of no module, a tensor by an attribute, and results of the step before."""
 

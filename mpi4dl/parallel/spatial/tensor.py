@@ -138,7 +138,8 @@ _of_flat: set[Any] = set()  # the functions whose rules know of flat dims
 _fallbacks: list[Callable[[Any], Rule | None]] = []
 open_flat_dims: list[Callable[[Any], Tensor]] = []  # set by `halo`: a tensor with its flat dims gathered
 without_rule: list[Callable[..., Any]] = []  # set by `gathering`: computes a function whole, where it has no rule
-guards: list[Callable[[Any, Sequence[Any], dict[str, Any]], None]] = []  # set by `own_loop`: may refuse a call
+# Set by `own_loop`: it may refuse a call, or tell what is called instead.
+guards: list[Callable[[Any, Sequence[Any], dict[str, Any]], Callable[[], Any] | None]] = []
 substitutes: list[Callable[..., Any]] = []  # the last one is called with a function, its rule, and their arguments
 
 # Other names that PyTorch has for its functions, and those by which rules know them.
@@ -275,6 +276,7 @@ class SpatialTensor(Tensor):
     _memory: Memory | None = None
     retained: "Tensor | None" = None
     kept = False  # by somebody beside what a model returns, see `own_loop`
+    output: Tensor | None = None  # what it is outside of the model, if it is kept
     gathered: Any = None
     halo_sources: tuple[HaloSource, ...] = ()
     made_by: tuple[Any, ...] | None = None
@@ -373,8 +375,8 @@ class SpatialTensor(Tensor):
         cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         rule, options = find_rule(function) or functools.partial(_refuse, function), kwargs or {}
-        if guards:
-            guards[0](function, args, options)
+        if guards and (instead := guards[0](function, args, options)) is not None:
+            return instead()
         if Layout.any_flat and function in _rules and function not in _of_flat:
             args, options, spread = _without_flat_dims(function, args, options)
             if not spread:

@@ -22,7 +22,7 @@ from mpi4dl.comm import Refusal
 from mpi4dl.comm.exchange import WITHIN, narrow, running_forward
 from mpi4dl.parallel.spatial.flattening import among_copies, between_copies, copies_of, cut_out
 from mpi4dl.parallel.spatial.grid import Grid, Layout
-from mpi4dl.parallel.spatial.halo import retile
+from mpi4dl.parallel.spatial.halo import gather_axes, retile
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
 
 Hook = Callable[[Tensor], Tensor | None]
@@ -92,6 +92,11 @@ class _Gradient:
                 store(self.whole(kept.grad))
 
         _register_hook(local, lambda _: torch.autograd.Variable._execution_engine.queue_callback(give))
+
+
+def whole_gradient(layout: Layout, share: Tensor) -> Tensor:
+    """The gradient of a tensor of this layout, spread in the same way, from this rank's share of it. Collective."""
+    return _Gradient(layout).whole(share)
 
 
 class whole_gradients:
@@ -167,7 +172,7 @@ def retain_grad(x: SpatialTensor) -> None:
     def store(whole: Tensor) -> None:
         kept = found()
         if kept is not None:
-            kept.retained = whole
+            kept.retained = gather_axes(whole, kept.layout.grid.axes) if kept.kept else whole
 
     _Gradient(x.layout).keep(x.local, store)
 
