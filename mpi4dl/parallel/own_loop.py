@@ -85,7 +85,8 @@ def parallelize(
 
     Tensors with a batch, channels and the axes of the image, (N, C, H, W), are cut where the model takes them; others
     are passed as they are, and so is what `tiles.cut` or `tiles.join` made. In every forward pass ranks compare their
-    inputs and modes; in the first ones, and then in every 100th, also parameters and random states.
+    inputs and modes; in the first ones, and then in every 100th, also parameters, random states and
+    gradients of outputs.
 
     Raises:
         ValueError: the number of tiles is not that of ranks.
@@ -209,7 +210,7 @@ class _Loop:
             self._is_running = False
         for x, within, version in entered.found.values():
             self._write_back(x, within, version)
-        left = _Each(self._left)
+        left = _Each(lambda y: self._left(y, checks))
         for copied in copies:
             copied.change_back(left)
         return mapped(outputs, left)
@@ -267,16 +268,16 @@ class _Loop:
         else:
             outside(x).data.copy_(y)
 
-    def _left(self, y: Tensor) -> Tensor:
-        """An output of the model for outside of it."""
-        size = self.tiles.grid.size
+    def _left(self, y: Tensor, checks: bool = False) -> Tensor:
+        """An output of the model for outside of it. `checks`: ranks compare its gradient."""
+        size, comparing = self.tiles.grid.size, self.tiles.grid.comm if checks else None
         if isinstance(y, KeptTensor):
-            return y.outside()
+            return y.outside(comparing)
         if isinstance(y, SpatialTensor):
             if self.spread:
                 return y.like(_share(y.local, size))
             y = gather_axes(y, y.layout.grid.axes)
-        return _share(y, size)
+        return _share(y, size, comparing)
 
     def _refuse_spread_buffers(self, model: nn.Module) -> None:
         for path, module in model.named_modules():
@@ -298,7 +299,7 @@ class _Loop:
 
     def _refuse_other_leaves(self, model: nn.Module, outputs: Any) -> None:
         """Refuse outputs with gradients that would not be summed over ranks on their way."""
-        pending = [(x.local if isinstance(x, SpatialTensor) else x).grad_fn for x in tensors_in(outputs)]
+        pending = [(x.local if isinstance(x, SpatialTensor) else _plain(x)).grad_fn for x in tensors_in(outputs)]
         seen: set[Any] = set()
         while pending:
             node: Any = pending.pop()
@@ -457,11 +458,11 @@ class KeptTensor(Tensor):
     grid: Grid
     shared: Tensor | None = None
 
-    def outside(self) -> Tensor:
+    def outside(self, comparing: Communicator | None = None) -> Tensor:
         """The output of the model that it is, the same each time."""
         if self.shared is None:
             with torch.enable_grad():
-                self.shared = _share(_plain(self), self.grid.size)
+                self.shared = _share(_plain(self), self.grid.size, comparing)
         return self.shared
 
     @classmethod
@@ -579,23 +580,38 @@ def _total(comm: Communicator, gradient: Tensor) -> Tensor:
     return comm.all_reduce(gradient.clone(memory_format=torch.contiguous_format))
 
 
-def _share(y: Tensor, size: int) -> Tensor:
-    """y, whose gradient is shared out over ranks that all have the whole of it."""
-    return _Left.apply(y, size) if y.requires_grad else y
+def _share(y: Tensor, size: int, comparing: Communicator | None = None) -> Tensor:
+    """y, whose gradient is shared out over ranks that all have the whole of it; those of `comparing` compare it."""
+    return _Left.apply(y, size, comparing) if y.requires_grad else y
 
 
 class _Left(torch.autograd.Function):
     """The identity for an output of a model, of whose gradient outside each rank gets a share."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
-        ctx.size = size
+    def forward(ctx: Any, x: Tensor, size: int, comparing: Communicator | None) -> Tensor:
+        ctx.size, ctx.comparing = size, comparing
         return x.detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient / ctx.size, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.comparing is not None:
+            _compare_gradients(ctx.comparing, gradient)
+        return gradient / ctx.size, None, None
+
+
+def _compare_gradients(comm: Communicator, gradient: Tensor) -> None:
+    """Refuse gradients of an output that differ by more than rounding: kernels of GPUs may add in any order."""
+    numbers = (torch.view_as_real(gradient) if gradient.is_complex() else gradient).double().flatten()
+    places = torch.arange(len(numbers), device=numbers.device) % 251
+    found = comm.all_gather_object((float(numbers.abs().sum()), float((numbers * places).sum())))
+    sizes, sums = zip(*found, strict=True)
+    if max(sums) - min(sums) > 251 * max(sizes) * max(1e-9, 10 * torch.finfo(gradient.dtype).eps):
+        raise Refusal(
+            "the ranks computed other losses of the same outputs of the model: seed them alike before heads beside the "
+            "model and losses are made (torch.manual_seed), and use the same targets on all"
+        )
 
 
 class _Entered(torch.autograd.Function):
