@@ -168,8 +168,10 @@ def _is_flat(value: Any, like: Tensor) -> bool:
 
 def digest(value: Tensor) -> str:
     """Equal for equal bits, shapes and dtypes."""
-    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(f"{tuple(value.shape)} {value.dtype}".encode() + flat.numpy().tobytes()).hexdigest()
+    found = hashlib.sha256(f"{tuple(value.shape)} {value.dtype}".encode())
+    copied = value.detach().clone(memory_format=torch.contiguous_format)  # nobody could resize what NumPy has seen
+    found.update(copied.cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def disagreement(comm: Communicator, values: Mapping[str, Tensor]) -> str | None:
