@@ -10,7 +10,7 @@ Halo exchange, tiling an image, gathering tiles, cutting a tensor anew: all of t
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import product
@@ -406,6 +406,18 @@ class _Linear(torch.autograd.Function):
 def linear(x: Tensor, apply: Map, adjoint: Map) -> Tensor:
     """`apply(x)`, a linear map whose backward pass is `adjoint`."""
     return _Linear.apply(x, apply, adjoint)
+
+
+def functions_behind(tensors: Iterable[Tensor], ends: Callable[[Any], bool]) -> Iterator[Any]:
+    """The functions of autograd's graph behind these tensors, each once, as far as those for which `ends` is true."""
+    pending, seen = [x.grad_fn for x in tensors], set[Any]()
+    while pending:
+        function: Any = pending.pop()
+        if function is not None and function not in seen:
+            seen.add(function)
+            yield function
+            if not ends(function):
+                pending += [following for following, _ in function.next_functions]
 
 
 def all_reduce(x: Tensor, comm: Communicator) -> Tensor:

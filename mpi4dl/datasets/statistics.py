@@ -5,7 +5,7 @@ Moments of parts are merged as by Chan et al. 1983, in the order of images, on a
 
 from collections.abc import Iterable
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,15 +16,16 @@ from mpi4dl.geometry import Interval
 
 STRIP_VALUES = 1 << 22  # read at a time
 
-Numbers = npt.NDArray[np.float64]
-
 
 class ChannelMoments(NamedTuple):
-    """Of each channel: how many pixels have data, their mean, and the sum of squared differences from it."""
+    """Of each channel: how many pixels have data, their mean, and the sum of squared differences from it.
 
-    num_known: Numbers
-    mean: Numbers
-    squares: Numbers
+    In float64, as arrays or as tensors.
+    """
+
+    num_known: Any
+    mean: Any
+    squares: Any
 
 
 def moments_of(image: Image, channels: int) -> ChannelMoments:
@@ -49,7 +50,7 @@ def merged(parts: Iterable[ChannelMoments]) -> ChannelMoments:
     count, mean, squares = next(parts := iter(parts))
     for part in parts:
         total = count + part.num_known
-        share = part.num_known / np.maximum(total, 1)
+        share = part.num_known / (total + (total == 0))
         squares = squares + part.squares + (part.mean - mean) ** 2 * count * share
         count, mean = total, mean + (part.mean - mean) * share
     return ChannelMoments(count, mean, squares)

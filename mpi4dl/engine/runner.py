@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.comm.exchange import functions_behind
 from mpi4dl.comm.streams import carried
 from mpi4dl.engine.precision import AUTOCAST
 from mpi4dl.geometry import BATCH, Interval, Split, Tiling, even_cuts
@@ -24,7 +25,7 @@ from mpi4dl.parallel.inputs import Microbatch, OwnSizes, Read, Sizes, size_of
 from mpi4dl.parallel.pipeline.decisions import fingerprint
 from mpi4dl.parallel.pipeline.executor import UNLIKE_DRAWS, Executor
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, Part
-from mpi4dl.parallel.pipeline.program import map_leaves
+from mpi4dl.parallel.pipeline.program import leaves
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.sums import owned
 from mpi4dl.parallel.spatial.tensor import local_part
@@ -309,17 +310,12 @@ class BatchFeed(InputFeed):
 
 def _leaves_beside(outputs: Any, loss: Tensor) -> Iterator[Tensor]:
     """The tensors that want a gradient and that the loss uses beside outputs."""
-    leaves: list[Any] = []
-    map_leaves(leaves.append, outputs)
-    own = [local_part(y) for y in leaves if isinstance(y, Tensor)]  # of which some are weights that the model returns
-    seen, nodes = {y.grad_fn for y in own}, [loss.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            if hasattr(node, "variable") and not any(node.variable is y for y in own):
-                yield node.variable
-            nodes += [following for following, _ in node.next_functions]
+    own = [local_part(y) for y in leaves(outputs) if isinstance(y, Tensor)]  # some are weights that the model returns
+    of_outputs = {y.grad_fn for y in own}
+    for function in functions_behind([loss], of_outputs.__contains__):
+        leaf = None if function in of_outputs else getattr(function, "variable", None)
+        if leaf is not None and not any(leaf is y for y in own):
+            yield leaf
 
 
 class Found:

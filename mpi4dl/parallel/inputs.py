@@ -1,10 +1,12 @@
 """Inputs of a model, by their shape alone; and how a batch is divided into microbatches and shares."""
 
+from collections import UserList, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from itertools import islice, pairwise
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from mpi4dl.geometry import Box, Interval, even_cuts
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Shape = tuple[int, ...]
+MOST_ITEMS = 10_000  # of an object, of which no more are looked at
 
 
 def of_tokens(shape: Sequence[int]) -> bool:
@@ -61,6 +64,36 @@ def computed_tensors(model: nn.Module) -> Iterator[Tensor]:
     """Tensors that modules have as plain attributes, such as what the old `weight_norm` makes of its parameters."""
     for module in model.modules():
         yield from (value for value in vars(module).values() if isinstance(value, Tensor))
+
+
+def tensors_within(
+    value: Any, seen: set[int] | None = None, module: nn.Module | None = None, depth: int = 4
+) -> Iterator[Tensor]:
+    """Tensors that an object of any kind reaches, but for those of objects that were `seen`.
+
+    With a `module`, those of other modules that it reaches are among them, unless they are what it is part of.
+    """
+    seen = set() if seen is None else seen
+    if id(value) in seen or isinstance(value, (str, bytes, int, float, type, ModuleType, torch.Generator)):
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        if module is not None and all(each is not module for each in value.modules()):
+            yield from [*value.parameters(), *value.buffers()]
+    elif depth:
+        inner = list(getattr(value, "__dict__", {}).values())
+        inner += [getattr(value, name, None) for each in type(value).__mro__ for name in getattr(each, "__slots__", ())]
+        if isinstance(value, MethodType | FunctionType):
+            cells = [cell for cell in value.__closure__ or () if cell != CellType()]  # but empty ones
+            inner += [getattr(value, "__self__", None), *(cell.cell_contents for cell in cells)]
+        elif isinstance(value, Mapping):
+            inner += value.values()
+        elif isinstance(value, (list, tuple, set, frozenset, deque, UserList)):
+            inner += value
+        for x in islice(inner, MOST_ITEMS):
+            yield from tensors_within(x, seen, module, depth - 1)
 
 
 def copied(model: ModuleT, memo: Mapping[int, Tensor] | None = None) -> ModuleT:

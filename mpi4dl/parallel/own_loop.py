@@ -14,11 +14,10 @@ import inspect
 import operator
 import re
 import weakref
-from collections import UserList
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import contextmanager, nullcontext
 from math import isqrt, prod
-from types import CellType, FunctionType, GeneratorType, MethodType, ModuleType
+from types import GeneratorType
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -31,8 +30,9 @@ from torch.utils.checkpoint import CheckpointFunction
 from mpi4dl._compiler import defer_compiler
 from mpi4dl._randomness import RandomStates
 from mpi4dl.comm import Communicator, Refusal, world
-from mpi4dl.comm.exchange import once_differentiable, running_forward
+from mpi4dl.comm.exchange import functions_behind, linear, running_forward
 from mpi4dl.geometry import SPACE, GridShape
+from mpi4dl.parallel.inputs import tensors_within
 from mpi4dl.parallel.replicas.buckets import is_expanded
 from mpi4dl.parallel.replicas.optimizer_traits import backward_hook_in, modules_of
 from mpi4dl.parallel.replicas.parameter_sums import (
@@ -40,15 +40,13 @@ from mpi4dl.parallel.replicas.parameter_sums import (
     GradientBuckets,
     SummedParameters,
     UsedParameter,
-    _Sum,
-    _Use,
     summed,
 )
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.halo import gather, gather_axes
 from mpi4dl.parallel.spatial.rules.hooks import whole_gradients
 from mpi4dl.parallel.spatial.sharding import from_tile, shard, spread_evenly
-from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, guards, in_arguments, refusal
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, guards, in_arguments, local_part, refusal
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 FIRST = 3  # forward passes of training in which ranks compare what they have
@@ -242,9 +240,9 @@ class _Loop:
                 return x
             if grid.loop != "spread":
                 raise Refusal("a spread input of the model requires a gradient: pass the whole tensor instead")
-            return x.like(_Entered.apply(x.local, lambda g: g * grid.size, running))  # the inverse of `_share`
+            return x.like(_enter(x.local, lambda g: g * grid.size, running))  # the inverse of `_share`
         if x.requires_grad and torch.is_grad_enabled():
-            x = _Entered.apply(x, functools.partial(_total, grid.comm), running)
+            x = _enter(x, functools.partial(_total, grid.comm), running)
         space = len(grid.space)
         if x.dim() < space + 2 or any(n < k for n, k in zip(x.shape[-space:], grid.shape.space, strict=True)):
             return x
@@ -299,13 +297,8 @@ class _Loop:
 
     def _refuse_other_leaves(self, model: nn.Module, outputs: Any) -> None:
         """Refuse outputs with gradients that would not be summed over ranks on their way."""
-        pending = [(x.local if isinstance(x, SpatialTensor) else _plain(x)).grad_fn for x in tensors_in(outputs)]
-        seen: set[Any] = set()
-        while pending:
-            node: Any = pending.pop()
-            if node is None or node in seen or getattr(node, "_forward_cls", None) in (_Sum, _Entered):
-                continue
-            seen.add(node)
+        found = [_plain(local_part(x)) for x in tensors_in(outputs)]
+        for node in functions_behind(found, lambda node: isinstance(getattr(node, "running", None), ForwardPass)):
             if getattr(node, "_forward_cls", None) is CheckpointFunction:
                 raise Refusal("torch.utils.checkpoint with use_reentrant=True is not exact on tiles: pass False")
             if hasattr(node, "variable"):
@@ -315,7 +308,6 @@ class _Loop:
                     f"{name} has a gradient and comes into the model by another way than an argument or a parameter of "
                     "one of its modules: register it, make it before the model is called, or pass it as an argument"
                 )
-            pending += [following for following, _ in node.next_functions]
 
     # What ranks compare.
 
@@ -430,26 +422,13 @@ class _Border(TorchFunctionMode):
         elif isinstance(x, SpatialTensor | UsedParameter) or id(x) in self._known or not x.requires_grad:
             return x
         if id(x) not in self._entered:
-            if self._is_of_this_pass(x.grad_fn):
+            behind = functions_behind([x], lambda node: hasattr(node, "is_left"))
+            if any(getattr(node, "running", None) is self._running for node in behind):
                 self._known.add(id(x))
                 return x
-            total = _Entered.apply(x, functools.partial(_total, self._grid.comm), self._running)
+            total = _enter(x, functools.partial(_total, self._grid.comm), self._running)
             self._entered[id(x)] = x, total
         return self._entered[id(x)][1]
-
-    def _is_of_this_pass(self, node: Any) -> bool:
-        pending, seen = [node], set[Any]()
-        while pending:
-            node = pending.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            kind = getattr(node, "_forward_cls", None)
-            if kind in (_Use, _Entered) and node.running is self._running:
-                return True
-            if kind is not _Left:
-                pending += [following for following, _ in node.next_functions]
-        return False
 
 
 class KeptTensor(Tensor):
@@ -581,24 +560,19 @@ def _total(comm: Communicator, gradient: Tensor) -> Tensor:
 
 
 def _share(y: Tensor, size: int, comparing: Communicator | None = None) -> Tensor:
-    """y, whose gradient is shared out over ranks that all have the whole of it; those of `comparing` compare it."""
-    return _Left.apply(y, size, comparing) if y.requires_grad else y
+    """y as an output of a model, of whose gradient outside each rank gets a share, as all have the whole of it; ranks
+    of `comparing` compare that."""
+    if not (y.requires_grad and torch.is_grad_enabled()):
+        return y
 
+    def share(gradient: Tensor) -> Tensor:
+        if comparing is not None:
+            _compare_gradients(comparing, gradient)
+        return gradient / size
 
-class _Left(torch.autograd.Function):
-    """The identity for an output of a model, of whose gradient outside each rank gets a share."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int, comparing: Communicator | None) -> Tensor:
-        ctx.size, ctx.comparing = size, comparing
-        return x.detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.comparing is not None:
-            _compare_gradients(ctx.comparing, gradient)
-        return gradient / ctx.size, None, None
+    shared = linear(y, Tensor.detach, share)
+    shared.grad_fn.is_left = True  # type: ignore[union-attr]
+    return shared
 
 
 def _compare_gradients(comm: Communicator, gradient: Tensor) -> None:
@@ -614,18 +588,11 @@ def _compare_gradients(comm: Communicator, gradient: Tensor) -> None:
         )
 
 
-class _Entered(torch.autograd.Function):
-    """The identity for an input of a model, whose gradient outside is `adjoint` of that within."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, adjoint: Callable[[Tensor], Tensor], running: ForwardPass) -> Tensor:
-        ctx.adjoint, ctx.running = adjoint, running
-        return x.detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.adjoint(gradient), None, None
+def _enter(x: Tensor, adjoint: Callable[[Tensor], Tensor], running: ForwardPass) -> Tensor:
+    """x as an input of a model, whose gradient outside is `adjoint` of that within."""
+    entered = linear(x, Tensor.detach, adjoint)
+    entered.grad_fn.running = running  # type: ignore[union-attr]
+    return entered
 
 
 class _Each:
@@ -675,7 +642,7 @@ def mapped(
     if kind in pytree.SUPPORTED_NODES:
         leaves, structure = pytree.tree_flatten(value, is_leaf=lambda x: x is not value)
         return pytree.tree_unflatten([mapped(x, of, lenient, copies) for x in leaves], structure)
-    if not lenient and (isinstance(value, GeneratorType) or next(_tensors_of(value), None) is not None):
+    if not lenient and (isinstance(value, GeneratorType) or next(tensors_within(value), None) is not None):
         raise TypeError(
             f"a {kind.__name__} with tensors goes in or out of a model on tiles, or stays in it: use tensors, tuples, "
             "lists, dicts, dataclasses, or make it known by torch.utils._pytree.register_pytree_node"
@@ -743,24 +710,6 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
-def _tensors_of(value: Any, depth: int = 4) -> Iterator[Tensor]:
-    """Tensors within an object of any kind."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth and isinstance(value, MethodType | FunctionType):
-        cells = [cell for cell in getattr(value, "__closure__", None) or () if cell != CellType()]  # but empty ones
-        yield from _tensors_of([getattr(value, "__self__", None), *(cell.cell_contents for cell in cells)], depth - 1)
-    elif depth and not isinstance(value, (str, bytes, int, float, type, ModuleType, nn.Module, torch.Generator)):
-        slots = (getattr(value, name, None) for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
-        inner = list(getattr(value, "__dict__", {}).values())
-        if isinstance(value, Mapping):
-            inner += list(value.values())
-        elif isinstance(value, (*NESTS, UserList)):
-            inner += list(value)
-        for x in (*inner, *slots):
-            yield from _tensors_of(x, depth - 1)
-
-
 def checksum(tensors: Sequence[Tensor]) -> int:
     """Equal for equal tensors, and almost surely for no others: other values, flipped or permuted ones."""
     found = 0
@@ -816,7 +765,17 @@ class Tiles:
         Their gradients are for `backward`: `loss.backward()` would leave each rank with its tile's part.
         """
         found = gather(outputs) if isinstance(outputs, SpatialTensor) else outputs
-        return found if self.grid.size == 1 or not found.requires_grad else _InBackward.apply(found, self)
+        if self.grid.size == 1 or not found.requires_grad:
+            return found
+        return linear(found, Tensor.detach, self._require_backward)
+
+    def _require_backward(self, gradient: Tensor) -> Tensor:
+        if not self._is_in_backward:
+            raise RuntimeError(
+                "loss.backward() would leave each rank with the gradients of its tile: call tiles.backward(loss, "
+                "model), or let mpi4dl.parallelize(model) make loss.backward() whole"
+            )
+        return gradient
 
     def backward(self, loss: Tensor, model: nn.Module, retain_graph: bool = False) -> None:
         """Add to the gradients of the parameters of `model`, and of others that `loss` depends on, what
@@ -831,7 +790,8 @@ class Tiles:
             return
         loss = self.whole(loss)
         known = [p for p in model.parameters() if p.requires_grad]
-        others = {p for p in _leaves(loss) if isinstance(p, nn.Parameter)}.difference(known)
+        leaves = (node.variable for node in functions_behind([loss], lambda node: False) if hasattr(node, "variable"))
+        others = {p for p in leaves if isinstance(p, nn.Parameter)}.difference(known)
         parameters = [*known, *sorted(others, key=lambda p: tuple(p.shape))]
         self._is_in_backward = True
         try:
@@ -845,37 +805,6 @@ class Tiles:
         there = [(p, whole) for p, whole in zip(parameters, wholes, strict=True) if whole is not None]
         # As if all of backward had ended here: autograd calls hooks and accumulates.
         torch.autograd.backward([p for p, _ in there], [whole for _, whole in there])
-
-
-class _InBackward(torch.autograd.Function):
-    """The identity, of which the gradient is refused outside of `Tiles.backward`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tiles: Tiles) -> Tensor:
-        ctx.tiles = tiles
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        if not ctx.tiles._is_in_backward:
-            raise RuntimeError(
-                "loss.backward() would leave each rank with the gradients of its tile: call tiles.backward(loss, "
-                "model), or let mpi4dl.parallelize(model) make loss.backward() whole"
-            )
-        return gradient, None
-
-
-def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """The leaves of the graph of `loss` that have gradients."""
-    pending, seen = [loss.grad_fn], set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
-        pending += [following for following, _ in node.next_functions]
 
 
 @contextmanager

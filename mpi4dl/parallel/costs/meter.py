@@ -163,7 +163,7 @@ class KnownValues(TorchDispatchMode):
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = _tensors((args, kwargs))
         device = kwargs.get("device")
         if not any(x.is_meta for x in given) and (device is None or torch.device(device).type != "meta"):
             return function(*args, **kwargs)
@@ -180,13 +180,12 @@ class KnownValues(TorchDispatchMode):
             else:
                 function(*operands[0], **operands[1])
             return result
-        if operands is None:
-            return function(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in function.tags or name.startswith(("empty", "new_empty")):
+        unknown = torch.Tag.nondeterministic_seeded in function.tags or name.startswith(("empty", "new_empty"))
+        if operands is None or unknown:
             return function(*args, **kwargs)
         if not any(size in function.tags for size in DECIDED_BY_VALUES):
             shapes = function(*args, **kwargs)
-            leaves = [leaf for leaf in pytree.tree_leaves(shapes) if isinstance(leaf, Tensor)]
+            leaves = _tensors(shapes)
             if any(not leaf.is_meta or leaf.numel() > MOST_VALUES for leaf in leaves):
                 return shapes
             values = function(*operands[0], **operands[1])

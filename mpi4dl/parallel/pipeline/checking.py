@@ -30,7 +30,7 @@ from mpi4dl.parallel.pipeline.decisions import (
     trial,
     watches_of,
 )
-from mpi4dl.parallel.pipeline.program import OtherShape, map_leaves
+from mpi4dl.parallel.pipeline.program import OtherShape, leaves, map_leaves
 from mpi4dl.parallel.pipeline.split import Cuttable, storage_of
 from mpi4dl.parallel.pipeline.stage import Stage, StageProgram
 from mpi4dl.parallel.tensor.styles import names_by_first
@@ -213,7 +213,7 @@ class _InParts:
         """Note which different tensors among the values before a part are in the same memory."""
         places: dict[int, dict[int, str]] = {}
         for name, value in values.items():
-            for leaf in (leaf for leaf in _leaves(value) if isinstance(leaf, Tensor)):
+            for leaf in (leaf for leaf in leaves(value) if isinstance(leaf, Tensor)):
                 places.setdefault(storage_of(leaf), {}).setdefault(id(leaf), name)
         for names in (place.values() for place in places.values() if len(place) > 1):
             self.remarks[f"{' and '.join(names)} are in the same memory before {stage_program.calls[0].name}"] = None
@@ -301,7 +301,7 @@ class _Trial:
                 copies = parameters.setdefault(self.first[name], [])
                 copies += [] if any(p is other for other in copies) else [p]
         with torch.set_grad_enabled(trains):
-            outputs = [y for y in _leaves(run(self.batches[number % 2])) if isinstance(y, Tensor)]
+            outputs = [y for y in leaves(pytree.tree_leaves(run(self.batches[number % 2]))) if isinstance(y, Tensor)]
         between = _buffers(run.modules)
         terms = [(y * torch.randn(y.shape, generator=generator).to(y.dtype)).sum() for y in outputs if y.requires_grad]
         if terms:
@@ -345,12 +345,6 @@ def _seeding(seed: int) -> Callable[[nn.Module, Any], None]:
     """A hook that seeds all generators with another number for each call."""
     seeds = count(seed)
     return lambda module, inputs: seed_host(next(seeds))
-
-
-def _leaves(value: Any) -> list[Any]:
-    found: list[Any] = []
-    map_leaves(found.append, pytree.tree_leaves(value))
-    return found
 
 
 def _differences(plain: Sequence[TriedStep], cut: Sequence[TriedStep]) -> Iterator[str]:

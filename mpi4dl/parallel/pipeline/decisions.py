@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from mpi4dl._randomness import RandomStates, forked, generator_state
+from mpi4dl.parallel.inputs import tensors_within
 from mpi4dl.parallel.replicas.buckets import is_expanded
 from mpi4dl.parallel.replicas.optimizer_traits import modules_of
 
@@ -465,38 +466,10 @@ def _is_library(value: Any) -> bool:
 def hidden_tensors(module: nn.Module) -> Iterator[Tensor]:
     """Tensors that a module or one within it reaches by an attribute which is no parameter, buffer or submodule."""
     seen: set[int] = set()
-
-    def look(value: Any, depth: int) -> Iterator[Tensor]:
-        if id(value) in seen or isinstance(value, PLAIN):
-            return
-        seen.add(id(value))
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, nn.Module):
-            if not any(each is module for each in value.modules()):  # else it is a way back to what it is part of
-                yield from [*value.parameters(), *value.buffers()]
-        elif depth and isinstance(value, Mapping):
-            for item in list(value.values())[:LONGEST]:
-                yield from look(item, depth - 1)
-        elif depth and isinstance(value, list | tuple | set | frozenset | deque):
-            for item in itertools.islice(value, LONGEST):
-                yield from look(item, depth - 1)
-        elif depth and isinstance(value, MethodType):
-            yield from look(value.__self__, depth - 1)
-        elif depth and isinstance(value, FunctionType):
-            for cell in value.__closure__ or ():
-                try:
-                    yield from look(cell.cell_contents, depth - 1)
-                except ValueError:
-                    continue
-        elif depth and not isinstance(value, ModuleType | type):
-            for item in list(getattr(value, "__dict__", {}).values()):
-                yield from look(item, depth - 1)
-
     for each in module.modules():
         for name, value in vars(each).items():
             if name not in INTERNAL:
-                yield from look(value, DEPTH)
+                yield from tensors_within(value, seen, module)
 
 
 def opened_paths(model: nn.Module, is_whole: Callable[[nn.Module, str], bool]) -> Collection[str]:

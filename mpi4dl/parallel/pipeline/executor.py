@@ -48,13 +48,20 @@ class RunningStatistics:
     """Those of one stage, whose copies are on the ranks of `comm`.
 
     This rank tells the others of microbatches of `replica` in a direction if `speaks[direction]`. `local`: copies are
-    those of replicas with local batches, not those of GEMS.
+    those of replicas with local batches, not those of GEMS. `writes`: how many
+    writes to a statistic PyTorch counts for each use of a batch norm; None: nobody knows.
     """
 
     def __init__(
-        self, module: nn.Module, comm: Communicator, speaks: dict[int, bool], replica: int = 0, local: bool = False
+        self,
+        module: nn.Module,
+        comm: Communicator,
+        speaks: dict[int, bool],
+        replica: int = 0,
+        local: bool = False,
+        writes: int | None = 0,
     ) -> None:
-        self.module, self.comm, self.speaks, self.replica = module, comm, speaks, replica
+        self.module, self.comm, self.speaks, self.replica, self.writes = module, comm, speaks, replica, writes
         self.where = "on replicas with images of their own" if local else "in both directions"
         self.instead = "share images by `tiles` instead of `data`" if local else "leave out `bidirectional`"
         self.norms: list[Any] = [
@@ -83,8 +90,10 @@ class RunningStatistics:
                         row[-1]["num_batches_tracked"] = torch.full_like(mean[:1], mean._version)
         for m, found in zip(self.norms, row, strict=True):
             times = int(found["num_batches_tracked"])
-            if times > 1 or (times == 0 and not _same(found["running_mean"], m.running_mean)):
-                how = f"is used {times} times on one image" if times else "writes to its statistics without counting"
+            written = max(found[name]._version for name in ("running_mean", "running_var"))
+            by_itself = self.writes is not None and _counts(m) and written > self.writes * times
+            if times > 1 or by_itself or (times == 0 and not _same(found["running_mean"], m.running_mean)):
+                how = f"is used {times} times on one image" if times > 1 else "writes to its statistics by itself"
                 raise Refusal(
                     f"a {type(m).__name__} {how}: the copies of a model that runs "
                     f"{self.where} cannot follow its running statistics; {self.instead}"
@@ -278,7 +287,9 @@ class Executor:
         plan, rank = self.plan, self.comm.rank
         speaks = {d: plan.partners(rank, d, stage)[0] == rank for d in range(plan.num_directions)}
         module, holders = self.stages.modules_of[stage], self.stages.groups[stage]
-        return RunningStatistics(module, holders, speaks, plan.replica_of(rank), plan.local_batches)
+        # PyTorch's own batch norm writes without counting; streaming writes for each tile.
+        writes = None if stage == 0 and self.stages.stream is not None else 0 if plan.is_plain(stage) else 1
+        return RunningStatistics(module, holders, speaks, plan.replica_of(rank), plan.local_batches, writes)
 
     @contextmanager
     def driving(self) -> Iterator[None]:

@@ -241,10 +241,14 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 def _has_tensors(value: Any) -> bool:
     """Whether a dataclass has tensors, or what stands for them, in its fields."""
-    found: list[bool] = []
-    for each in fields(value):
-        map_leaves(lambda leaf: found.append(isinstance(leaf, TENSORS)), getattr(value, each.name))
-    return any(found)
+    return any(isinstance(leaf, TENSORS) for each in fields(value) for leaf in leaves(getattr(value, each.name)))
+
+
+def leaves(value: Any) -> list[Any]:
+    """Everything in a value to which `map_leaves` would apply its function."""
+    found: list[Any] = []
+    map_leaves(found.append, value)
+    return found
 
 
 LOOKS = FACTS - {"requires_grad", "layout"}  # what can be told of a tensor by its shape, type and device
@@ -341,6 +345,4 @@ TENSORS = (Tensor, fx.Proxy, fx.Node, Slot, Value, Attribute)  # and what stands
 
 def references(nested: Any) -> set[Value | Attribute]:
     """The values and attributes that arguments, or the output, refer to."""
-    found: set[Value | Attribute] = set()
-    map_leaves(lambda leaf: found.add(leaf) if isinstance(leaf, Value | Attribute) else None, nested)
-    return found
+    return {leaf for leaf in leaves(nested) if isinstance(leaf, Value | Attribute)}

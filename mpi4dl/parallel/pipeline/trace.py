@@ -61,6 +61,7 @@ from mpi4dl.parallel.pipeline.program import (
     answer,
     expect,
     is_fact,
+    leaves,
     map_leaves,
     only_picks,
     references,
@@ -406,9 +407,7 @@ class _Tracer(fx.Tracer):
 
 
 def _has_proxies(nested: Any) -> bool:
-    found: list[fx.Proxy] = []
-    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, fx.Proxy) else None, nested)
-    return bool(found)
+    return any(isinstance(leaf, fx.Proxy) for leaf in leaves(nested))
 
 
 def _opens(module: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from mpi4dl.comm.packing import Piece
 from mpi4dl.geometry import BATCH, Box, Interval, Tiling
 from mpi4dl.parallel.inputs import shape_only
 from mpi4dl.parallel.pipeline.decisions import trial
-from mpi4dl.parallel.pipeline.program import map_leaves
+from mpi4dl.parallel.pipeline.program import leaves
 from mpi4dl.parallel.pipeline.split import Cuttable, shapes_of
 from mpi4dl.parallel.spatial.dry_run_grid import DryRunCommunicator, DryRunGrid, dry_run_grid
 from mpi4dl.parallel.spatial.grid import Grid, Layout
@@ -173,9 +173,7 @@ def changed_in_place(cuttable: Cuttable, end: int, image: Sequence[int]) -> list
 
 def _writes(value: Any) -> list[int]:
     """How often each tensor in a value was written to."""
-    found: list[int] = []
-    map_leaves(lambda leaf: found.append(leaf._version) if isinstance(leaf, Tensor) else None, value)
-    return found
+    return [leaf._version for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _set_momentum(outline: nn.Module) -> None:

@@ -10,9 +10,6 @@ updates the running statistics once, with the moments of the layers' inputs.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import reduce
-from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -20,38 +17,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.datasets.statistics import ChannelMoments, merged
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned, substitutes
 
 MODES = ("exact", "running", "frozen")
 
 
-@dataclass(frozen=True)
-class Moments:
-    """Moments of values by channel: `count`, `mean` (C,) and `squares` (C,), the sum of squared deviations, in float64.
-
-    Sums of moments follow Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
-    variances" (1979).
-    """
-
-    count: int
-    mean: Tensor
-    squares: Tensor
-
-    @classmethod
-    def of(cls, x: Tensor) -> "Moments":
-        """The moments of x (N, C, ...)."""
-        values = x.detach().double().transpose(0, 1).flatten(1)
-        if not values.shape[1]:
-            return cls(0, values.new_zeros(len(values)), values.new_zeros(len(values)))
-        squares, mean = torch.var_mean(values, 1, correction=0)
-        return cls(values.shape[1], mean, squares * values.shape[1])
-
-    def __add__(self, other: "Moments") -> "Moments":
-        if not self.count or not other.count:
-            return self if self.count else other
-        count, between = self.count + other.count, other.mean - self.mean
-        mean = self.mean + between * (other.count / count)
-        return Moments(count, mean, self.squares + other.squares + between**2 * (self.count * other.count / count))
+def moments_of(x: Tensor) -> ChannelMoments:
+    """The moments of x (N, C, ...) by channel."""
+    values = x.detach().double().transpose(0, 1).flatten(1)
+    counts = values.new_full((len(values),), values.shape[1])
+    if not values.shape[1]:
+        return ChannelMoments(counts, counts, counts)
+    squares, mean = torch.var_mean(values, 1, correction=0)
+    return ChannelMoments(counts, mean, squares * counts)
 
 
 class RunningUpdate(NamedTuple):
@@ -62,7 +41,7 @@ class RunningUpdate(NamedTuple):
     momentum: float
 
 
-TileMoments = list[tuple[RunningUpdate, Moments]]  # for each batch norm, the moments of its input in one tile
+TileMoments = list[tuple[RunningUpdate, ChannelMoments]]  # for each batch norm, the moments of its input in one tile
 
 
 class RunningNorms:
@@ -70,7 +49,7 @@ class RunningNorms:
 
     def __init__(self) -> None:
         self._updates: list[RunningUpdate] = []
-        self._moments: list[Moments] = []
+        self._moments: list[ChannelMoments] = []
 
     @contextmanager
     def for_tile(self, record: bool) -> Iterator[TileMoments]:
@@ -88,7 +67,7 @@ class RunningNorms:
             if mean is None or variance is None:
                 raise Refusal("a batch norm of the streamed part has no running statistics: use `stream_norm` exact")
             if record:
-                found.append((RunningUpdate(mean, variance, arguments.get("momentum", 0.1)), Moments.of(owned(x))))
+                found.append((RunningUpdate(mean, variance, arguments.get("momentum", 0.1)), moments_of(owned(x))))
             return rule(**arguments | {"training": False})
 
         substitutes.append(substitute)
@@ -105,14 +84,14 @@ class RunningNorms:
                 self._updates.append(update)
                 self._moments.append(moments)
             else:
-                self._moments[i] = self._moments[i] + moments
+                self._moments[i] = merged([self._moments[i], moments])
 
     def merge(self, comm: Communicator) -> None:
         """Update the running statistics with the moments of this batch, over the tiles of all ranks. Collective."""
-        of_ranks: Sequence[list[Moments]] = comm.all_gather_object(self._moments)
+        of_ranks: Sequence[list[ChannelMoments]] = comm.all_gather_object(self._moments)
         for update, parts in zip(self._updates, zip(*of_ranks, strict=True), strict=True):
-            total = reduce(add, parts)
-            unbiased = total.squares / max(total.count - 1, 1)
+            total = merged(parts)
+            unbiased = total.squares / (total.num_known - 1).clamp(min=1)
             with torch.no_grad():
                 for running, value in ((update.running_mean, total.mean), (update.running_var, unbiased)):
                     if running is not None:

@@ -114,6 +114,15 @@ class OfItsOwn(nn.BatchNorm2d):
         return x
 
 
+class Bounded(nn.BatchNorm2d):
+    """Changes its statistics behind PyTorch's update."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.running_var.clamp_(min=0.5)
+        return y
+
+
 class Functional(nn.Module):
     """Has statistics in buffers of its own, to which PyTorch's batch norm writes without counting."""
 
@@ -158,7 +167,12 @@ def twice(kind: Callable[..., nn.Module] = nn.BatchNorm2d) -> nn.Module:
         ),
         (
             partial(OfItsOwn, CHANNELS),
-            "a OfItsOwn writes to its statistics without counting: the copies of a model that runs in both directions "
+            "a OfItsOwn writes to its statistics by itself: the copies of a model that runs in both directions "
+            "cannot follow its running statistics; leave out `bidirectional`",
+        ),
+        (
+            partial(Bounded, CHANNELS),
+            "a Bounded writes to its statistics by itself: the copies of a model that runs in both directions "
             "cannot follow its running statistics; leave out `bidirectional`",
         ),
         (
