@@ -82,9 +82,8 @@ def parallelize(
         comm: the ranks; all of the MPI job by default.
 
     Tensors with a batch, channels and the axes of the image, (N, C, H, W), are cut where the model takes them; others
-    are passed as they are, and so is what `tiles.cut` or `tiles.join` made. In every forward pass ranks compare their
-    inputs and modes; in the first ones, and then in every 100th, also parameters, random states and
-    gradients of outputs.
+    are passed as they are, and so is what `tiles.cut` or `tiles.join` made. In all forward passes ranks compare inputs
+    and modes; in the first ones, and every 100th, also parameters, random states and gradients of outputs.
 
     Raises:
         ValueError: the number of tiles is not that of ranks.
