@@ -101,9 +101,9 @@ def parallelize(
     cut = tiles if isinstance(tiles, Tiles) else tiles_of(tiles, data, world() if comm is None else comm)
     comm, values = cut.grid.comm, [*model.named_parameters(), *model.named_buffers()]
     with comm.together((ValueError,)):
-        lazy = next((name for name, x in values if nn.parameter.is_lazy(x)), None)
-        if lazy is not None:
-            raise ValueError(f"{lazy} of the model has no shape yet: call the model once before it is parallelized")
+        problem = _not_whole(model)
+        if problem is not None:
+            raise ValueError(problem)
     comm.agree(None, model=crc32(repr([(name, tuple(x.shape), str(x.dtype)) for name, x in values]).encode()))
     for _, x in values if comm.size > 1 else ():
         if x.layout is torch.strided and not is_expanded(x):  # others are compared in the first forward pass
@@ -113,6 +113,22 @@ def parallelize(
     model.__class__ = _on_tiles(type(model), cut.grid)  # type: ignore[assignment]
     vars(model)["_loop"] = _Loop(cut, outputs == "spread")
     return model
+
+
+def _not_whole(model: nn.Module) -> str | None:
+    """Why a rank does not have all values of `model`; None if it has."""
+    for path, module in model.named_modules():
+        sharded = any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+        for name, x in [*dict.items(module._parameters), *module._buffers.items()]:
+            what = f"{name} of {path or 'the model'}"
+            if nn.parameter.is_lazy(x):
+                return f"{what} has no shape yet: call the model once before it is parallelized"
+            if sharded or hasattr(x, "placements"):
+                return (
+                    f"{what} is cut by fully_shard or as a DTensor, but on tiles each rank needs all of it: leave that "
+                    "out; torch.distributed.optim.ZeroRedundancyOptimizer cuts the optimizer's state"
+                )
+    return None
 
 
 class _OnTiles(nn.Module):
@@ -326,10 +342,12 @@ class _Loop:
         else:
             facts["inputs"] = crc32(repr([(tuple(x.shape), str(x.dtype)) for x in tensors]).encode())
         if checks:
-            facts["weights"] = checksum([*model.parameters(), *model.buffers()])
-            problem = backward_hook_in(model, comm.size) if torch.is_grad_enabled() else None
+            problem = _not_whole(model)
+            if problem is None and torch.is_grad_enabled():
+                problem = backward_hook_in(model, comm.size)
             if problem is not None:
                 raise Refusal(problem)
+            facts["weights"] = checksum([*model.parameters(), *model.buffers()])
         for rank, theirs in enumerate(comm.all_gather_object(facts)):
             for name, words in UNLIKE.items():
                 if theirs.get(name) != facts.get(name):
