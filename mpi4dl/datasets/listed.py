@@ -23,6 +23,7 @@ from mpi4dl.datasets.files import (
     open_image,
     open_stored_picture,
 )
+from mpi4dl.datasets.series import files_of
 from mpi4dl.datasets.tiff import Unsupported, has_bands
 from mpi4dl.datasets.volumes import VolumeFile, open_volume
 
@@ -304,8 +305,13 @@ def mask_as_text(name: str, masks: ListedFiles, index: int) -> str:
 
 
 def files_at(path: Path) -> list[Path]:
-    """The files of an image: one, all of a slide that is a folder of DICOM, or the metadata of Zarr. Raises OSError."""
+    """The files of an image: one, all of a slide or series of DICOM, or the metadata of Zarr. Raises OSError.
+
+    Of a slide of DICOM that is named by a file, it is this file.
+    """
     if not path.is_dir():
+        with suppress(DatasetError):  # a slide, no slice
+            return files_of(path) if is_dicom(path) else [path]
         return [path]
     if is_zarr(path):
         places = (folder / name for folder in (path, path / "0") for name in METADATA_OF_ZARR)

@@ -10,6 +10,8 @@ units that RescaleSlope and RescaleIntercept, or a Modality LUT, give, such as H
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +35,10 @@ class _Slice(NamedTuple):
     place: float
     shape: tuple[int, int]
     plane: tuple[float, ...]
+
+
+class NoSlice(BadImage):
+    """A DICOM file of something else."""
 
 
 def grouped(paths: Sequence[Path]) -> Iterator[tuple[Path, Sequence[Path], bool]]:
@@ -60,11 +66,7 @@ def open_series(path: Path) -> Opened:
 
     Raises BadImage, also where slices have other sizes, planes or distances than others.
     """
-    folder = path if path.is_dir() else path.parent
-    slices = [_slice(each) for each in sorted(folder.iterdir()) if not each.name.startswith(".") and is_dicom(each)]
-    if not path.is_dir():
-        mine = _slice(path).series
-        slices = [each for each in slices if each.series == mine]
+    slices = [_slice(each) for each in (_inside(path) if path.is_dir() else files_of(path))]
     if not slices or len({each.series for each in slices}) > 1:
         raise BadImage(path, f"has {len({each.series for each in slices})} series of DICOM: expected one")
     slices.sort(key=lambda each: each.place)
@@ -107,17 +109,42 @@ def _directions(plane: Sequence[float]) -> list[npt.NDArray[np.float64]]:
     return [np.asarray(plane[:3]), np.asarray(plane[3:]), np.cross(plane[:3], plane[3:])]
 
 
-def _read(path: Path, **how: Any) -> Any:
-    pydicom = package("pydicom", f"{path}: reading it")
+def files_of(path: Path) -> list[Path]:
+    """The files of the series of a slice, in its folder; others there may be reports and pictures. Raises BadImage."""
+    mine, found = _slice(path).series, []
+    for each in _inside(path.parent):
+        with suppress(NoSlice):
+            found += [each] if _slice(each).series == mine else []
+    return found
+
+
+def _inside(folder: Path) -> list[Path]:
+    return sorted(each for each in folder.iterdir() if not each.name.startswith(".") and is_dicom(each))
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """What goes wrong in here is raised as BadImage."""
     try:
-        return pydicom.dcmread(path, **how)
+        yield
     except Exception as error:  # a damaged header makes it stumble in many ways
         raise BadImage(path, f"cannot be read as DICOM: {str(error) or type(error).__name__}") from error
 
 
 def _slice(path: Path) -> _Slice:
     """The header of a file. Raises BadImage."""
-    found = _read(path, stop_before_pixels=True, specific_tags=_NEEDED)
+    with _reading(path):
+        told = path.stat()
+    return _header(path, told.st_size, told.st_mtime_ns)
+
+
+@lru_cache(maxsize=1 << 16)
+def _header(path: Path, num_bytes: int, written: int) -> _Slice:
+    """The header of a file of this size and time of writing, without what is behind it. Raises BadImage."""
+    pydicom, reader = (package(name, f"{path}: reading it") for name in ("pydicom", "pydicom.filereader"))
+    with _reading(path), path.open("rb") as file:
+        tags = [pydicom.tag.Tag(name) for name in _NEEDED]
+        found = reader.read_partial(file, lambda tag, vr, length: tag > max(tags), specific_tags=tags)
     try:
         frames, samples = (int(found.get(name) or 1) for name in ("NumberOfFrames", "SamplesPerPixel"))
         plane = tuple(round(float(number), 4) for number in found.get("ImageOrientationPatient") or ())
@@ -129,16 +156,18 @@ def _slice(path: Path) -> _Slice:
             place = float(found.InstanceNumber)
         series = str(found.SeriesInstanceUID)
     except (AttributeError, TypeError, ValueError) as error:
-        raise BadImage(path, f"is no slice of a series of DICOM ({error})") from error
+        raise NoSlice(path, f"is no slice of a series of DICOM ({error})") from error
     if frames > 1 or samples > 1 or not np.isfinite(place):
         what = f"{frames} frames" if frames > 1 else f"{samples} samples in a pixel" if samples > 1 else "no place"
-        raise BadImage(path, f"has {what}: a slice of a series has one grey image; write the volume as NIfTI")
+        raise NoSlice(path, f"has {what}: a slice of a series has one grey image; write the volume as NIfTI")
     return _Slice(path, series, place, shape, plane)
 
 
 def _pixels(path: Path) -> npt.NDArray[np.float32]:
     """The values of a slice in their units. Raises BadImage."""
-    found, pixels = _read(path), package("pydicom.pixels", f"{path}: reading it")
+    pydicom, pixels = (package(name, f"{path}: reading it") for name in ("pydicom", "pydicom.pixels"))
+    with _reading(path):
+        found = pydicom.dcmread(path)
     try:
         values: npt.NDArray[Any] = pixels.apply_modality_lut(found.pixel_array, found)
     except Exception as error:  # each decoder has errors of its own

@@ -303,6 +303,9 @@ class TargetFiles(PairedFiles):
     def __init__(self, source: Path, root: Path, table: SampleTable, bands: tuple[int, ...] = ()) -> None:
         super().__init__(source, root, table, channels=bands or "all")
         targets = self.annotations
+        for files in (self, targets):
+            if files.values is None:
+                files.image(0)  # which says why
         if self.values is None or targets.values is None:
             raise DatasetError(f"{source}: no picture can be read, or none of their targets")
         self.input_values, self.values, self.classes = self.values, targets.values, channel_names(targets.channels)

@@ -211,6 +211,11 @@ def test_what_is_wrong_with_pairs(tmp_path: Path, spoil: Any, message: str) -> N
         open_files(tmp_path)
 
 
+def test_channels_that_no_input_has_are_named(tmp_path: Path) -> None:
+    with pytest.raises(BadImage, match="and `channels` names number 7"):
+        open_files(pairs(tmp_path), channels=(7, 1))
+
+
 def test_a_wrong_pair_that_nobody_looked_at_is_found_when_it_is_read(tmp_path: Path) -> None:
     pairs(tmp_path, count=40)
     write(tmp_path / "targets/p11.tif", picture("uint16", size=(20, 30)))

@@ -16,6 +16,7 @@ from mpi4dl.datasets import BadImage, DatasetError, open_volume
 from mpi4dl.datasets.kinds import VOLUMES
 from mpi4dl.datasets.sources import open_files
 from mpi4dl.geometry import Interval
+from mpi4dl.results.job import identity_of
 
 SIZE = (5, 6, 7)
 
@@ -110,6 +111,20 @@ def test_two_series_of_a_folder_are_two_volumes(tmp_path: Path) -> None:
     assert open_volume(tmp_path / "p" / "005.dcm").size == SIZE
     with pytest.raises(BadImage, match="has 2 series of DICOM: expected one"):
         open_volume(tmp_path / "p")
+    report = pydicom.dcmread(tmp_path / "p" / "000.dcm")
+    report.SeriesInstanceUID, report.SamplesPerPixel = generate_uid(), 3
+    report.save_as(tmp_path / "p" / "report.dcm")
+    volume = open_volume(tmp_path / "p" / "005.dcm")
+    assert np.array_equal(volume.read(*(Interval(0, n) for n in SIZE))[..., 0], noise(2) * np.float32(2) - 1024)
+    known = identity_of(tmp_path / "p" / "005.dcm")
+    write_series(tmp_path / "p", noise(3)[:2], uid=generate_uid())
+    assert identity_of(tmp_path / "p" / "005.dcm") == known
+    slice_of = tmp_path / "p" / "007.dcm"
+    slice_of.write_bytes(slice_of.read_bytes()[:-1] + b"1")
+    assert identity_of(tmp_path / "p" / "005.dcm") != known
+    slice_of.write_bytes(b"no DICOM")
+    with pytest.raises(BadImage, match=r"007\.dcm: cannot be read as DICOM"):
+        open_volume(tmp_path / "p" / "005.dcm")
 
 
 def test_what_is_no_volume_is_a_bad_image_with_its_cause(tmp_path: Path) -> None:
