@@ -489,7 +489,9 @@ def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Te
 def _whole_gradient(x: Tensor, share: Tensor) -> Tensor:
     if isinstance(x, SpatialTensor):
         return gather_axes(whole_gradient(x.layout, share), x.layout.grid.axes)
-    return _total(x.grid.comm, share) if isinstance(x, KeptTensor) else share
+    if isinstance(x, KeptTensor):
+        return _total(x.grid.comm, share)
+    return share
 
 
 VIEWS = tuple(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
