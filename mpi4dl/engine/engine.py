@@ -245,17 +245,10 @@ class Engine(Runner):
             raise
 
     def _step(self, batch: BatchFeed, tell: Tell | None) -> StepResult:
-        hooks = (backward_hook_in(part.module, part.grid.size) for part in self.stages.parts.values())
-        problem = next((each for each in (self._unknown(), *hooks, self._stepping.problem()) if each is not None), None)
-        if problem is not None:  # hooks may come at any time
-            raise Refusal(problem)
-        for part in self.stages.parts.values():
-            part.grid.halo_prefetch.begin()
-        for group in self.groups:
-            group.prepare(len(batch.microbatches), self.plan.cuts_parameters)
+        problem = self._prepare(len(batch.microbatches))
         self.executor.drawn = 0
         with self.executor.watching_draws():
-            self._run(self._table, batch)
+            self._run(self._table, batch, problem)
             unlike = self.groups.finish()
             for part in self.stages.parts.values():
                 part.grid.halo_prefetch.commit()
@@ -288,6 +281,21 @@ class Engine(Runner):
         self.scaler.update(finite)
         self.num_steps += 1
         return StepResult(loss, norm, not finite, told)
+
+    def _prepare(self, num_microbatches: int) -> str | None:
+        """Make ready for a step. Returns why this rank refuses it, which all ranks learn as they run it."""
+        hooks = (backward_hook_in(part.module, part.grid.size) for part in self.stages.parts.values())
+        problem = next((each for each in (self._unknown(), *hooks, self._stepping.problem()) if each is not None), None)
+        if problem is not None:  # hooks may come at any time
+            return problem
+        for part in self.stages.parts.values():
+            part.grid.halo_prefetch.begin()
+        try:
+            for group in self.groups:
+                group.prepare(num_microbatches, self.plan.cuts_parameters)
+        except Refusal as refusal:
+            return str(refusal)
+        return None
 
     def unfreeze(self, patterns: str | Sequence[str]) -> list[str]:
         """Train parameters from now on that were frozen so far, by patterns of their names: "layer4.*,bn*". Collective.

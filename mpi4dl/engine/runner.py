@@ -497,10 +497,13 @@ class Runner:
         assert isinstance(tile, Tensor)
         return spread(part, tile, microbatch, size, self.device)
 
-    def _run(self, table: Table, batch: BatchFeed | OutputFeed) -> None:
-        """Run a table. With local batches, what one replica refuses all ranks refuse: they share no image."""
+    def _run(self, table: Table, batch: BatchFeed | OutputFeed, problem: str | None = None) -> None:
+        """Run a table, unless some rank has a `problem`.
+
+        With local batches, what one replica refuses all ranks refuse: they share no image.
+        """
         with self.comm.together((Refusal,)) if self.plan.local_batches else nullcontext():
-            self.executor.run(table, batch)
+            self.executor.run(table, batch, problem)
 
     def evaluate(
         self,

@@ -82,8 +82,8 @@ def parallelize(
         comm: the ranks; all of the MPI job by default.
 
     Tensors with a batch, channels and the axes of the image, (N, C, H, W), are cut where the model takes them; others
-    are passed as they are, and so is what `tiles.cut` or `tiles.join` made. In every forward pass ranks compare their
-    inputs and modes; in the first ones, and then in every 100th, also parameters and random states.
+    are passed as they are, and so is what `tiles.cut` or `tiles.join` made. In all forward passes ranks compare inputs
+    and modes; in the first ones, and every 100th, also parameters, random states and gradients of outputs.
 
     Raises:
         ValueError: the number of tiles is not that of ranks.
@@ -101,9 +101,9 @@ def parallelize(
     cut = tiles if isinstance(tiles, Tiles) else tiles_of(tiles, data, world() if comm is None else comm)
     comm, values = cut.grid.comm, [*model.named_parameters(), *model.named_buffers()]
     with comm.together((ValueError,)):
-        lazy = next((name for name, x in values if nn.parameter.is_lazy(x)), None)
-        if lazy is not None:
-            raise ValueError(f"{lazy} of the model has no shape yet: call the model once before it is parallelized")
+        problem = _not_whole(model)
+        if problem is not None:
+            raise ValueError(problem)
     comm.agree(None, model=crc32(repr([(name, tuple(x.shape), str(x.dtype)) for name, x in values]).encode()))
     for _, x in values if comm.size > 1 else ():
         if x.layout is torch.strided and not is_expanded(x):  # others are compared in the first forward pass
@@ -113,6 +113,22 @@ def parallelize(
     model.__class__ = _on_tiles(type(model), cut.grid)  # type: ignore[assignment]
     vars(model)["_loop"] = _Loop(cut, outputs == "spread")
     return model
+
+
+def _not_whole(model: nn.Module) -> str | None:
+    """Why a rank does not have all values of `model`; None if it has."""
+    for path, module in model.named_modules():
+        sharded = any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+        for name, x in [*dict.items(module._parameters), *module._buffers.items()]:
+            what = f"{name} of {path or 'the model'}"
+            if nn.parameter.is_lazy(x):
+                return f"{what} has no shape yet: call the model once before it is parallelized"
+            if sharded or hasattr(x, "placements"):
+                return (
+                    f"{what} is cut by fully_shard or as a DTensor, but on tiles each rank needs all of it: leave that "
+                    "out; torch.distributed.optim.ZeroRedundancyOptimizer cuts the optimizer's state"
+                )
+    return None
 
 
 class _OnTiles(nn.Module):
@@ -207,7 +223,7 @@ class _Loop:
             self._is_running = False
         for x, within, version in entered.found.values():
             self._write_back(x, within, version)
-        left = _Each(self._left)
+        left = _Each(lambda y: self._left(y, checks))
         for copied in copies:
             copied.change_back(left)
         return mapped(outputs, left)
@@ -265,16 +281,16 @@ class _Loop:
         else:
             outside(x).data.copy_(y)
 
-    def _left(self, y: Tensor) -> Tensor:
-        """An output of the model for outside of it."""
-        size = self.tiles.grid.size
+    def _left(self, y: Tensor, checks: bool = False) -> Tensor:
+        """An output of the model for outside of it. `checks`: ranks compare its gradient."""
+        size, comparing = self.tiles.grid.size, self.tiles.grid.comm if checks else None
         if isinstance(y, KeptTensor):
-            return y.outside()
+            return y.outside(comparing)
         if isinstance(y, SpatialTensor):
             if self.spread:
                 return y.like(_share(y.local, size))
             y = gather_axes(y, y.layout.grid.axes)
-        return _share(y, size)
+        return _share(y, size, comparing)
 
     def _refuse_spread_buffers(self, model: nn.Module) -> None:
         for path, module in model.named_modules():
@@ -296,7 +312,7 @@ class _Loop:
 
     def _refuse_other_leaves(self, model: nn.Module, outputs: Any) -> None:
         """Refuse outputs with gradients that would not be summed over ranks on their way."""
-        found = map(local_part, tensors_in(outputs))
+        found = [_plain(local_part(x)) for x in tensors_in(outputs)]
         for node in functions_behind(found, lambda node: isinstance(getattr(node, "running", None), ForwardPass)):
             if getattr(node, "_forward_cls", None) is CheckpointFunction:
                 raise Refusal("torch.utils.checkpoint with use_reentrant=True is not exact on tiles: pass False")
@@ -326,10 +342,12 @@ class _Loop:
         else:
             facts["inputs"] = crc32(repr([(tuple(x.shape), str(x.dtype)) for x in tensors]).encode())
         if checks:
-            facts["weights"] = checksum([*model.parameters(), *model.buffers()])
-            problem = backward_hook_in(model, comm.size) if torch.is_grad_enabled() else None
+            problem = _not_whole(model)
+            if problem is None and torch.is_grad_enabled():
+                problem = backward_hook_in(model, comm.size)
             if problem is not None:
                 raise Refusal(problem)
+            facts["weights"] = checksum([*model.parameters(), *model.buffers()])
         for rank, theirs in enumerate(comm.all_gather_object(facts)):
             for name, words in UNLIKE.items():
                 if theirs.get(name) != facts.get(name):
@@ -436,11 +454,11 @@ class KeptTensor(Tensor):
     grid: Grid
     shared: Tensor | None = None
 
-    def outside(self) -> Tensor:
+    def outside(self, comparing: Communicator | None = None) -> Tensor:
         """The output of the model that it is, the same each time."""
         if self.shared is None:
             with torch.enable_grad():
-                self.shared = _share(_plain(self), self.grid.size)
+                self.shared = _share(_plain(self), self.grid.size, comparing)
         return self.shared
 
     @classmethod
@@ -558,13 +576,33 @@ def _total(comm: Communicator, gradient: Tensor) -> Tensor:
     return comm.all_reduce(gradient.clone(memory_format=torch.contiguous_format))
 
 
-def _share(y: Tensor, size: int) -> Tensor:
-    """y as an output of a model, of whose gradient outside each rank gets a share, as all have the whole of it."""
+def _share(y: Tensor, size: int, comparing: Communicator | None = None) -> Tensor:
+    """y as an output of a model, of whose gradient outside each rank gets a share, as all have the whole of it; ranks
+    of `comparing` compare that."""
     if not (y.requires_grad and torch.is_grad_enabled()):
         return y
-    shared = linear(y, Tensor.detach, lambda gradient: gradient / size)
+
+    def share(gradient: Tensor) -> Tensor:
+        if comparing is not None:
+            _compare_gradients(comparing, gradient)
+        return gradient / size
+
+    shared = linear(y, Tensor.detach, share)
     shared.grad_fn.is_left = True  # type: ignore[union-attr]
     return shared
+
+
+def _compare_gradients(comm: Communicator, gradient: Tensor) -> None:
+    """Refuse gradients of an output that differ by more than rounding: kernels of GPUs may add in any order."""
+    numbers = (torch.view_as_real(gradient) if gradient.is_complex() else gradient).double().flatten()
+    places = torch.arange(len(numbers), device=numbers.device) % 251
+    found = comm.all_gather_object((float(numbers.abs().sum()), float((numbers * places).sum())))
+    sizes, sums = zip(*found, strict=True)
+    if max(sums) - min(sums) > 251 * max(sizes) * max(1e-9, 10 * torch.finfo(gradient.dtype).eps):
+        raise Refusal(
+            "the ranks computed other losses of the same outputs of the model: seed them alike before heads beside the "
+            "model and losses are made (torch.manual_seed), and use the same targets on all"
+        )
 
 
 def _enter(x: Tensor, adjoint: Callable[[Tensor], Tensor], running: ForwardPass) -> Tensor:

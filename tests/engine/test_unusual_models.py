@@ -252,6 +252,20 @@ def change(comm: Communicator, zero: int, offload: str) -> list[str]:
     return said
 
 
+@on_ranks(2)
+def test_a_change_of_one_stage_is_refused_by_all_ranks(comm: Communicator) -> None:
+    plan = Plan(tiles=((1, 1), (1, 1)))
+    stages = split(net, plan, comm, image=(BATCH, 3, *SIZE))
+    engine = Engine(stages, plan, sgd(stages), F.cross_entropy, comm=comm)
+    for module in stages.modules():
+        if isinstance(module, nn.Linear):  # on the last rank
+            prune.identity(module, "weight")
+    images, targets = batch(0)
+    for _ in range(2):
+        with pytest.raises(Refusal, match="weight_orig of Linear is another parameter"):
+            engine.step([images for _ in engine.reads(BATCH, SIZE)], targets, SIZE)
+
+
 @pytest.mark.parametrize(("zero", "offload"), [(0, "none"), (1, "disk"), (3, "none")])
 def test_changes_that_would_be_lost_are_refused(ranks: Ranks, zero: int, offload: str) -> None:
     wanted = {"last.bias": zero == 1, "empty": zero == 3}

@@ -202,6 +202,21 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
             model.head.bias.data.add_(1)
         model(images)
 
+    @refused_with("Refusal: the ranks computed other losses of the same outputs")
+    def another_head(wrap: Wrap) -> None:
+        model = wrap(made())
+        torch.manual_seed(comm.rank)
+        nn.Linear(3, 1)(model(images)).sum().backward()
+
+    @refused_with("Refusal: unused of the model is cut by fully_shard or as a DTensor")
+    def sharded(wrap: Wrap) -> None:
+        class FSDPModule:
+            """As PyTorch's, which becomes a base of the model."""
+
+        model = wrap(made())
+        model.__class__ = type("FSDPNetwork", (FSDPModule, type(model)), {})
+        model(images)
+
     @refused_with("Refusal: the model draws random numbers, as for dropout, and the ranks drew different ones")
     def other_draws(wrap: Wrap) -> None:
         model = wrap(nn.Sequential(nn.Dropout(), made()))
@@ -326,7 +341,7 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
         tiles = mpi4dl.tiles(1, comm.size, comm=comm)
         F.cross_entropy(tiles.whole(made()(tiles.cut(images))), labels).backward()
 
-    assert len(found) == 21
+    assert len(found) == 23
     assert {name: message for name, (words, message) in found.items() if not message.startswith(words)} == {}
 
 

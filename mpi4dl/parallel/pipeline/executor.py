@@ -238,13 +238,15 @@ class Executor:
         self._statistics: dict[int, RunningStatistics] = {}
         self._changing = {stage: _changing(module) for stage, module in stages.modules_of.items()}
 
-    def run(self, table: Table, feed: BatchSource) -> None:
+    def run(self, table: Table, feed: BatchSource, problem: str | None = None) -> None:
         """Do this rank's row. With backwards in the table this is a step of training; else nothing is kept.
+
+        All ranks refuse what is a `problem` of one of them.
 
         Of a microbatch that the feed has not, the batch having lost it, nothing is done but that all who hold a stage
         still make as many backward passes.
         """
-        self._refuse_changes()
+        self._refuse(problem)
         row = undivided(table[self.comm.rank % self.plan.ranks_per_replica])
         training = any(action.kind in GRADIENTS for action in row)
         ends = {action.stage: position for position, action in enumerate(row) if action.kind in GRADIENTS}
@@ -278,10 +280,12 @@ class Executor:
         for boundary in (*self.before.values(), *self.behind.values()):
             boundary.forget()
 
-    def _refuse_changes(self) -> None:
+    def _refuse(self, problem: str | None) -> None:
         """Stages are right as long as what their model's forward read of attributes and globals is as it was."""
         if self.plan.num_stages > 1 or self.stages.stream is not None:
-            self.comm.agree(next(self.stages.changes(), None))
+            self.comm.agree(problem or next(self.stages.changes(), None))
+        elif problem is not None:
+            raise Refusal(problem)
 
     def _copies(self, stage: int) -> RunningStatistics:
         plan, rank = self.plan, self.comm.rank

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from mpi4dl._randomness import forked, seeded
 from mpi4dl.parallel.inputs import computed_tensors, of_tokens, shape_only
@@ -270,6 +271,10 @@ def outline(build: Callable[[], nn.Module]) -> nn.Module:
         try:
             with torch.device("meta"):
                 model = build()
+            # PyTorch passes over what a parametrization has no values for: `orthogonal` then lacks a buffer.
+            lists = [each for each in model.modules() if isinstance(each, ParametrizationList)]
+            if any(None in part._buffers.values() for each in lists for part in each):
+                raise NotImplementedError
         except (NotImplementedError, RuntimeError, TypeError):
             # Some models read values while they are built (torchvision's RegNet computes its widths with tensors),
             # also by numpy, which takes no tensor without values: a TypeError.

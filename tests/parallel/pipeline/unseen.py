@@ -150,6 +150,14 @@ class OldSpectralNorm(Base):
         nn.utils.spectral_norm(self.second)
 
 
+class Orthogonal(Base):
+    """What the meta device cannot compute gives it its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.orthogonal(self.head)
+
+
 class Making(Base):
     """Plain tensors that the forward makes, or holds."""
 
@@ -288,6 +296,7 @@ EXACT = [
     RecomputingReentrantly,
     OldWeightNorm,
     OldSpectralNorm,
+    Orthogonal,
     Making,
     Counting,
     Cumulative,
