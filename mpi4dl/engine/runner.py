@@ -547,7 +547,8 @@ class Runner:
         if drawn**2 != comm.size * squared:  # their variance is 0 if all ranks have the same
             raise Refusal(UNLIKE_DRAWS)
         executor.drew_alike()
-        loss = sum(total / weight for total, weight in zip(sums, found.weights, strict=True) if weight)
+        # Of nothing that counts it is not a number, as in PyTorch.
+        loss = sum(total / weight if weight else math.nan for total, weight in zip(sums, found.weights, strict=True))
         values = found.measures.values(comm)
         return Evaluation(loss, correct / found.count if classified else None, found.count, values)
 

@@ -16,7 +16,7 @@ from mpi4dl.engine import Engine, Evaluation
 from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.tasks.losses import concordance
+from mpi4dl.tasks.losses import build_loss, concordance
 from mpi4dl.tasks.metrics import make_metric, overlaps
 from mpi4dl.tasks.task import Classify, MultiLabel, Regress, Segment, Survive, Task
 from tests.pool.ranks import Ranks
@@ -274,6 +274,19 @@ def with_own(comm: Communicator, plan: Plan, metrics: dict[str, Any], undefined:
         return engine.evaluate(in_batches(engine, images_of(3), masks_of(3)), SIZE, metrics).metrics
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+
+def loss_of_nothing(comm: Communicator, plan: Plan) -> float:
+    """The loss of masks of which no pixel counts."""
+    model = dense()
+    loss = build_loss("cross_entropy", ignore_index=IGNORED)
+    engine = Engine(model, plan, torch.optim.SGD(model.parameters(), lr=0.1), loss, comm=comm)
+    masks = torch.full_like(masks_of(3), IGNORED)
+    return engine.evaluate(in_batches(engine, images_of(3), masks), SIZE).loss
+
+
+def test_the_loss_of_nothing_that_counts_is_no_number(ranks: Ranks) -> None:
+    assert all(map(math.isnan, ranks(4).run(loss_of_nothing, TILES)))
 
 
 def test_metrics_of_ones_own_on_tiles(ranks: Ranks) -> None:
