@@ -270,8 +270,7 @@ def made_up_part(known: Callable[[Tensor], Tensor | None], x: Tensor) -> Tensor:
 class FusedAttention(TorchFunctionMode):
     """Within it, attention of meta tensors is the kernel that PyTorch chooses on CPUs wherever it can.
 
-    On the meta device PyTorch computes it by products, and keeps the weights of all pairs of tokens for backward. Where
-    tokens are spread it stays so: there the rule computes attention again in backward, and keeps its inputs alone.
+    On the meta device PyTorch computes it by products, and keeps the weights of all pairs of tokens for backward.
     """
 
     def __torch_function__(
@@ -279,7 +278,7 @@ class FusedAttention(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         spread = [x for x in args if isinstance(x, SpatialTensor)] if function in ATTENTION else []
-        if spread and not any(x.layout.cut(x.dim() - 2) for x in spread):
+        if spread:
             with self:  # for what the rule calls
                 return SpatialTensor.__torch_function__(function, tuple(types), args, kwargs)
         if function is F.scaled_dot_product_attention and not spread:
