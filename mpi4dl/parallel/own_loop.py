@@ -566,8 +566,11 @@ def _guard(function: Any, args: Sequence[Any], options: dict[str, Any]) -> Calla
         if function in HOOKS:  # of all uses, within and outside
             return None
     elif not (plain and any(x.layout.grid.loop == "whole" for x in spread)):
-        loops = {x.layout.grid.loop for x in spread if x._local is not None and x._local.requires_grad}
-        if "spread" in loops and torch.is_grad_enabled() and (plain or function in HOOKS):
+        trained = (x for x in spread if x._local is not None and x._local.requires_grad and torch.is_grad_enabled())
+        loops = {x.layout.grid.loop for x in trained}
+        if "whole" in loops and function is not Tensor.detach:
+            raise refusal(function_name(function), "outside of the model, it needs a gradient: pass the whole tensor")
+        if "spread" in loops and (plain or function in HOOKS):
             raise refusal(
                 function_name(function),
                 "outside of the model, a spread output meets a hook or a plain tensor that requires a gradient: do "

@@ -332,7 +332,14 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
         tiles = mpi4dl.tiles(1, comm.size, comm=comm)
         F.cross_entropy(tiles.whole(made()(tiles.cut(images))), labels).backward()
 
-    assert len(found) == 22
+    @refused_with("NoRule: Tensor.mul has no exact rule")
+    def cut_with_a_gradient(wrap: Wrap) -> None:
+        tiles = mpi4dl.tiles(1, comm.size, comm=comm)
+        mpi4dl.parallelize(made(), tiles)
+        cut = tiles.cut(images.clone().requires_grad_())
+        (cut * cut).mean().backward()
+
+    assert len(found) == 23
     assert {name: message for name, (words, message) in found.items() if not message.startswith(words)} == {}
 
 
