@@ -349,7 +349,6 @@ def test_common_options_mean_the_same_everywhere() -> None:
         ("stages", "--schedules 2f2b", "2f2b"),
         ("stages", "--schedules interleaved", "--schedules"),
         ("tensor_parallel", "--ways theirs", "--ways"),
-        ("waiting", "--wait-seconds 0", "--wait-seconds"),
         ("zero", "--features 100", "--features"),
         ("zero", "--variants ZeRO-1,ZeRO-4", "--variants"),
         ("gpu", "", "--cpu"),
