@@ -84,9 +84,8 @@ def parallelize(
         comm: the ranks; all of the MPI job by default.
 
     Tensors with a batch, channels and the axes of the image, (N, C, H, W), are cut where the model takes them; others
-    are passed as they are, and so is what `tiles.cut` or `tiles.join` made. In all forward and backward passes
-    ranks compare inputs, modes and the order of passes; in the first ones, and every 100th, also parameters, random
-    states and gradients of outputs.
+    are passed as they are, and so is what `tiles.cut` or `tiles.join` made. In all passes ranks compare inputs,
+    modes and their order; in the first ones, and every 100th, also parameters, random states and whole gradients.
 
     Raises:
         ValueError: the number of tiles is not that of ranks.
