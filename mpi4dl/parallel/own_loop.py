@@ -499,8 +499,15 @@ def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Te
     """`torch.autograd.grad`, where kept tensors may be among outputs and inputs."""
     (outputs, *options), named = in_arguments((outputs, *args), kwargs, outside)
     inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    with torch._C.DisableTorchFunctionSubclass():
-        found = torch.autograd.grad(outputs, [local_part(x) for x in inputs], *options, **named)
+    within = [local_part(x) for x in inputs]
+    kept = [x for x in within if isinstance(x, KeptTensor)]
+    for x in kept:  # what the backward pass calls is asked about all other tensors
+        x.__class__ = Tensor
+    try:
+        found = torch.autograd.grad(outputs, within, *options, **named)
+    finally:
+        for x in kept:
+            x.__class__ = KeptTensor
     return tuple(g if g is None else _whole_gradient(x, g) for x, g in zip(inputs, found, strict=True))
 
 
