@@ -49,8 +49,8 @@ class RunningStatistics:
     """Those of one stage, whose copies are on the ranks of `comm`.
 
     This rank tells the others of microbatches of `replica` in a direction if `speaks[direction]`. `local`: copies are
-    those of replicas with local batches, not those of GEMS. `watches`: the globals that the module reads. `problem`:
-    what the copies cannot follow.
+    those of replicas with local batches, not those of GEMS. `watches`: the globals that the module reads.
+    `streams`: buffers are put back between tiles. `problem`: what the copies cannot follow.
     """
 
     def __init__(
@@ -61,9 +61,11 @@ class RunningStatistics:
         replica: int = 0,
         local: bool = False,
         watches: Sequence[Watch] = (),
+        streams: bool = False,
     ) -> None:
         self.module, self.comm, self.speaks, self.replica = module, comm, speaks, replica
         self.problem: str | None = None
+        self._streams = streams
         self.where = "on replicas with images of their own" if local else "in both directions"
         self.instead = "share images by `tiles` instead of `data`" if local else "leave out `bidirectional`"
         self.norms: list[Any] = [
@@ -101,7 +103,7 @@ class RunningStatistics:
             times = int(found["num_batches_tracked"])
             replaced = any(found[name] is not before[name] for name in STATISTICS)
             written = max(found[name]._version for name in STATISTICS)  # PyTorch does not count its batch norm's writes
-            by_itself = replaced or (_counts(m) and written > 0)
+            by_itself = not self._streams and (replaced or (_counts(m) and written > 0))
             if times > 1 or by_itself or (times == 0 and not _same(found["running_mean"], m.running_mean)):
                 how = f"is used {times} times on one image" if times > 1 else "writes to its statistics by itself"
                 yield (
@@ -305,8 +307,8 @@ class Executor:
         plan, rank = self.plan, self.comm.rank
         speaks = {d: plan.partners(rank, d, stage)[0] == rank for d in range(plan.num_directions)}
         module, holders = self.stages.modules_of[stage], self.stages.groups[stage]
-        watches = self._watches[stage]
-        return RunningStatistics(module, holders, speaks, plan.replica_of(rank), plan.local_batches, watches)
+        watches, streams = self._watches[stage], stage == 0 and self.stages.stream is not None
+        return RunningStatistics(module, holders, speaks, plan.replica_of(rank), plan.local_batches, watches, streams)
 
     @contextmanager
     def driving(self) -> Iterator[None]:

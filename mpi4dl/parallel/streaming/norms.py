@@ -95,7 +95,7 @@ class RunningNorms:
             with torch.no_grad():
                 for running, value in ((update.running_mean, total.mean), (update.running_var, unbiased)):
                     if running is not None:
-                        running.data.lerp_(value.to(running.dtype), update.momentum)
+                        running.lerp_(value.to(running.dtype), update.momentum)
 
 
 _ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
