@@ -158,7 +158,7 @@ ALIASES = {
 }  # fmt: skip
 
 NOT_DIFFERENTIATED = (
-    "the gradient of torch.utils.checkpoint with use_reentrant=True, or of a function in C++ or with keyword arguments, "
+    "the gradient of torch.utils.checkpoint with use_reentrant=True, of a function in C++ or with keyword arguments, "
     "would not reach the local tensors behind it (checkpoint with use_reentrant=False)"
 )
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import checkpoint as checkpoints
 
-from mpi4dl.comm.exchange import no_view, once_differentiable, running_forward
+from mpi4dl.comm.exchange import APPLY, LocalFunction, no_view, once_differentiable, running_forward
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.rules.hooks import Gradient
-from mpi4dl.parallel.spatial.tensor import SpatialTensor, local_part, owned, refusal, wrap
+from mpi4dl.parallel.spatial.tensor import NOT_DIFFERENTIATED, SpatialTensor, local_part, owned, refusal, wrap
 
-OWN = ("mpi4dl.", "torch.utils.checkpoint")  # modules whose functions take local tensors, or run a model
-_apply = vars(torch.autograd.Function)["apply"]
+SAVING_INPUTS = getattr(checkpoints, "_NoopSaveInputs", None)  # before PyTorch 2.13: it computes nothing
 
 
 class Context:
@@ -43,11 +43,11 @@ class Context:
         raise refusal("torch.autograd.Function", "it writes to its input")
 
 
-class Call:
+class CustomCall:
     """One call of a user's function on tensors of a grid."""
 
     def __init__(self, function: Any, args: Sequence[Any], grid: Grid) -> None:
-        self.function, self.args, self.grid = function, args, grid
+        self.function, self.args, self.grid, self.num_args = function, args, grid, len(args)
         self.places = [place for place, x in enumerate(args) if isinstance(x, Tensor)]
         self.layouts = [self.layout_of(args[place]).narrow for place in self.places]
         self.is_tuple = False
@@ -87,13 +87,16 @@ class Call:
         """The local parts of the gradients of the inputs, of the shapes and types of `like`."""
         gradients: list[Any] = []
         for share, layout in zip(shares, self.outputs, strict=True):
-            is_whole = share is not None and isinstance(layout, Layout)
-            gradients.append(Gradient(layout).whole(share) if is_whole else None)
+            given = None if share is None or not isinstance(layout, Layout) else Gradient(layout).whole(share)
+            gradients.append(given)
         found = self.function.backward(ctx, *gradients)
         every = found if isinstance(found, tuple) else (found,)
+        if len(every) < self.num_args:
+            name = self.function.__name__
+            raise RuntimeError(f"{name}.backward returned {len(every)} gradients, but got {self.num_args} inputs")
         parts: list[Tensor | None] = []
         for place, layout, x in zip(self.places, self.layouts, like, strict=True):
-            whole = every[place] if place < len(every) else None
+            whole = every[place]
             if whole is None or x is None:
                 parts.append(None)
                 continue
@@ -103,11 +106,11 @@ class Call:
         return parts
 
 
-class _Spread(torch.autograd.Function):
+class _Spread(LocalFunction):
     @staticmethod
-    def forward(ctx: Any, call: Call, *inputs: Tensor) -> tuple[Any, ...]:
+    def forward(ctx: Any, call: CustomCall, *inputs: Tensor) -> tuple[Any, ...]:
         needs = dict(zip(call.places, ctx.needs_input_grad[1:], strict=True))
-        user = Context(tuple(needs.get(place, False) for place in range(len(call.args))))
+        user = Context(tuple(needs.get(place, False) for place in range(call.num_args)))
         found = call.forward(user, inputs)
         ctx.call, ctx.user = call, user
         ctx.like = [
@@ -128,7 +131,10 @@ class _Spread(torch.autograd.Function):
     def backward(ctx: Any, *shares: Tensor | None) -> tuple[Any, ...]:
         saved = zip(ctx.saved_tensors, ctx.layouts, strict=True)
         ctx.user.saved_tensors = tuple(x if layout is None else wrap(x, layout) for x, layout in saved)
-        return None, *ctx.call.backward(ctx.user, shares, ctx.like)
+        try:
+            return None, *ctx.call.backward(ctx.user, shares, ctx.like)
+        finally:
+            ctx.user.saved_tensors = ()  # autograd frees its own
 
 
 def _not_a_view(y: Any, inputs: Sequence[Tensor]) -> Any:
@@ -137,13 +143,16 @@ def _not_a_view(y: Any, inputs: Sequence[Tensor]) -> Any:
     return no_view(y, inputs[0])
 
 
-def _apply_here(function: Any, *args: Any, **kwargs: Any) -> Any:
-    if torch.is_grad_enabled() and not kwargs and not function.__module__.startswith(OWN):
+def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """`torch.autograd.Function.apply`, also of spread tensors."""
+    if torch.is_grad_enabled() and not kwargs and function is not SAVING_INPUTS:
         spread = next((x for x in args if isinstance(x, SpatialTensor)), None)
         if spread is not None and _is_within(spread) and any(isinstance(x, Tensor) and x.requires_grad for x in args):
-            call = Call(function, args, spread.layout.grid)
+            if function is checkpoints.CheckpointFunction:
+                raise refusal("torch.autograd.Function", NOT_DIFFERENTIATED)
+            call = CustomCall(function, args, spread.layout.grid)
             return call.results(_Spread.apply(call, *call.locals()))
-    return _apply.__get__(None, function)(*args, **kwargs)
+    return APPLY.__get__(None, function)(*args, **kwargs)
 
 
 def _is_within(x: SpatialTensor) -> bool:
@@ -151,4 +160,4 @@ def _is_within(x: SpatialTensor) -> bool:
     return x.layout.grid.loop is None or bool(running_forward) or torch._C._current_graph_task_id() >= 0
 
 
-torch.autograd.Function.apply = classmethod(_apply_here)  # type: ignore[method-assign, assignment]
+torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]

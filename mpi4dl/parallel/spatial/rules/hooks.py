@@ -60,8 +60,10 @@ class Gradient:
         layout = self.layout.narrow
         if whole.shape != (shape := layout.global_shape(share.shape)):
             raise ValueError(f"a hook got a gradient of shape {tuple(shape)}, but returned one of {tuple(whole.shape)}")
-        alike = isinstance(whole, SpatialTensor) and (whole.layout.dims, whole.layout.flat) == (layout.dims, layout.flat)
-        mine = retile(whole, layout.tiling).local if alike else part(whole, layout)
+        if isinstance(whole, SpatialTensor) and whole.layout.dims == layout.dims and whole.layout.flat == layout.flat:
+            mine = retile(whole, layout.tiling).local
+        else:
+            mine = part(whole, layout)
         if self.holders is not None:
             mine = mine / self.holders.size
         for flat, ranks in self.copies:
