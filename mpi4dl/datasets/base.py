@@ -82,6 +82,7 @@ class Opened(NamedTuple):
 
     `scaled`: values have units of their own, which they are read in, and so do not depend on the type.
     `channel`: which dim has channels, if the file says it.
+    `affine`: the place of each voxel (x, y, z), in mm; None: unknown.
     `axes`: to which sides of a patient columns, rows and slices run, such as RAS: right, front, head; empty: unknown.
     """
 
@@ -91,6 +92,7 @@ class Opened(NamedTuple):
     scaled: bool = False
     axes: str = ""
     channel: int | None = None
+    affine: npt.NDArray[np.float64] | None = None
 
 
 class Dataset(Protocol):

@@ -31,7 +31,8 @@ class Mask:
     """
 
     def __init__(self, path: Path, stored: Image, num_classes: int, ignored: int | None = IGNORE_INDEX) -> None:
-        self.path, self.size, self.axes = path, stored.size, getattr(stored, "axes", "")
+        self.path, self.size = path, stored.size
+        self.axes, self.affine = getattr(stored, "axes", ""), getattr(stored, "affine", None)
         self._stored, self._num_classes, self._ignored = stored, num_classes, ignored
 
     def read(self, *space: Interval) -> npt.NDArray[np.int64]:
@@ -133,7 +134,8 @@ class _OneChannel:
     """A mask in an image that must have one channel, of which `stored` reads boxes."""
 
     def __init__(self, path: Path, image: Any, channels: int, stored: Callable[..., npt.NDArray[Any]]) -> None:
-        self.size, self._stored, self.axes = image.size, stored, getattr(image, "axes", "")
+        self.size, self._stored = image.size, stored
+        self.axes, self.affine = getattr(image, "axes", ""), getattr(image, "affine", None)
         if channels != 1:
             raise BadImage(path, f"has {channels} channels: a mask has one number in each place, that of its class")
 
