@@ -53,7 +53,8 @@ def lies_elsewhere(mask: Any, image: Any) -> str | None:
     farthest = np.linalg.norm((corners @ (mine - theirs).T)[:, :AXES], axis=1).max()
     if farthest <= np.linalg.norm(theirs[:AXES, :AXES], axis=0).max():
         return None
-    return f"lies up to {farthest:.4g} mm from where its image does: write it with the affine of its image, if it is its"
+    told = f"lies up to {farthest:.4g} mm from where its image does"
+    return f"{told}: write it with the affine of its image, if it is of it"
 
 
 def open_volume(path: Path) -> "VolumeFile":
