@@ -16,6 +16,7 @@ REMOVED = {
     "deterministic": _AS_IN_TRAINING,
     "dry-run": "leave it out: a folder that holds other files is not written",
     "experts": "leave it out: every rank of --replicas has all experts",
+    "features-out": "use mpi4dl embed --weights RUN --out FOLDER",
     "formats": "use `datasets.slides.compose.Cohort` in Python",
     "head-seconds": _FIXED,
     "idle-seconds": _FIXED,
@@ -36,4 +37,5 @@ REMOVED = {
     "rank-gflops": "leave it out, or describe the machine by --machine",
     "report-seconds": "leave it out: the server reports every minute",
     "token-folder": "leave it out: tokens are in the folder tokens beside the run",
+    "verbose": "leave it out, or start python with -X importtime",
 }
