@@ -322,20 +322,23 @@ def _shown(value: Any) -> str:
     return dump(value) if isinstance(value, bool | int | float | str | list | dict) else str(value)
 
 
-def _value_from_flag(item: Option, given: Any) -> Any:
+@contextmanager
+def _wanted(item: Option, said: str) -> Iterator[None]:
+    """A value that cannot be ends in a ConfigError that says so, and what the option must be."""
     try:
+        yield
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{said}, but must be {item.kind.wanted}") from None
+
+
+def _value_from_flag(item: Option, given: Any) -> Any:
+    with _wanted(item, f"{item.flag} is {quoted(given, LONGEST_VALUE)}"):
         return item.kind.check(item.kind.read(given) if isinstance(given, str) else given)
-    except ValueError:
-        raise ConfigError(f"{item.flag} is {quoted(given, LONGEST_VALUE)}, but must be {item.kind.wanted}") from None
 
 
 def _value_from_file(item: Option, raw: Any, file: str) -> Any:
-    try:
+    with _wanted(item, f"{file}: {item.public} in [{item.section}] is {_shown(raw)} ({_type_name(raw)})"):
         return item.kind.check(raw)
-    except ValueError:
-        found = f"{_shown(raw)} ({_type_name(raw)})"
-        message = f"{file}: {item.public} in [{item.section}] is {found}, but must be {item.kind.wanted}"
-        raise ConfigError(message) from None
 
 
 def _short(text: str, most: int = 60) -> str:
@@ -472,12 +475,8 @@ def with_options(config: T, values: Mapping[str, str]) -> T:
     found = {}
     for item in options_of(type(config)).values():
         if item.name in values:
-            try:
+            with _wanted(item, f"`{item.name}` is {quoted(values[item.name], LONGEST_VALUE)}"):
                 found[item.name] = item.kind.check(tomllib.loads(f"value = {values[item.name]}")["value"])
-            except (ValueError, RecursionError):
-                raise ConfigError(
-                    f"`{item.name}` is {quoted(values[item.name], LONGEST_VALUE)}, but must be {item.kind.wanted}"
-                ) from None
     return with_values(config, found)
 
 
