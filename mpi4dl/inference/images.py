@@ -26,7 +26,6 @@ from mpi4dl.datasets.transform import as_fit
 from mpi4dl.datasets.volumes import open_volume
 from mpi4dl.inference.masks import FITS
 from mpi4dl.inference.options import Evaluating, TableColumns, ToPredict
-from mpi4dl.options.declare import ConfigError
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.sources import some_sizes
 from mpi4dl.runs.description import Description
@@ -58,15 +57,13 @@ def open_labelled(comm: Communicator, trained: TrainedOptions, source: str | Non
 
 def _shared(comm: Communicator, opened: Callable[[], tuple[Named, str]]) -> tuple[Named, str]:
     """What `opened()` finds on rank 0, and says of it, on all ranks. Collective; raises Refusal on all ranks."""
-    told: list[str] = []
+    told = [""]
 
-    def open_twice() -> tuple[Named, Named]:
-        found, which = opened()
-        told.append(which)
-        return found, found
+    def open_one() -> tuple[Named]:
+        found, told[0] = opened()
+        return (found,)
 
-    found, _ = shared(comm, open_twice)
-    return found, comm.broadcast_object("".join(told))
+    return shared(comm, open_one)[0], comm.broadcast_object(told[0])
 
 
 def require_alike(comm: Communicator, found: Named, about: Description) -> None:
@@ -423,14 +420,9 @@ class Coverage:
         self.remarks: list[str] = []
         if not self.crops:
             return
-        shares: list[float] = []
-        with comm.together((ValueError, OSError)):
-            if comm.rank == 0:
-                shares = [seen_of(size, self.frame) for size in some_sizes(images)]
-                if shares and min(shares) < 1 and not self.may_crop:
-                    raise ConfigError(self.refusal("the model", min(shares)))
-        shares = comm.broadcast_object(shares)
+        shares = comm.from_first(lambda: [seen_of(size, self.frame) for size in some_sizes(images)])
         if shares and min(shares) < 1:
+            comm.agree(None if self.may_crop else self.refusal("the model", min(shares)))
             told = f"{100 * min(shares):.3g} % to {100 * max(shares):.3g} %"
             self.remarks.append(f"the model sees the centre of each image alone: of {len(shares)} looked at {told}")
 
@@ -455,10 +447,3 @@ class Coverage:
             return []
         mean, least = (100 * each for each in (sum(self.shares) / len(self.shares), min(self.shares)))
         return [f"the model saw {mean:.3g} % of the pixels of images on average, {least:.3g} % at least"]
-
-
-def without_sight(trained: TrainedOptions, source: str) -> str | None:
-    """What to do with a model that sees no images, instead."""
-    if not TASKS[trained.about.task].of_text:
-        return None
-    return f"{source} is `model` {trained.name}, which was trained on text: continue text with mpi4dl generate"

@@ -33,7 +33,6 @@ from mpi4dl.tasks.task import Classify, MultiLabel, Task
 COUNTED = ("accuracy", "balanced_accuracy", "f1")  # metrics of classes that follow from the confusion matrix
 CONFUSION = "confusion"
 MOST_CURVES = 10  # classes or labels; more have neither curves nor rates of their own
-HOW_PATIENTS = ("mean", "max")
 UNDEFINED = "undefined"
 
 LEAST_SAMPLES = 10  # of fewer there are too few resamples that differ

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -183,7 +184,7 @@ class TrainingRun:
         self.checkpoints: Checkpoints | None = None  # as long as nothing is saved
         self.reporter: Reporter | None = None  # on rank 0, once the folder is there
         self.painter: Painter | None = None
-        origin = resuming.find_origin(comm, run, self.spec.name)
+        origin = comm.from_first(lambda: resuming.find_origin(run, self.spec.name, datetime.now()))
         self.folder = origin.folder
         closing.callback(self.folder.unlock)
         if origin.in_place:

@@ -139,14 +139,14 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
     load_libraries(assembly.device, shapes=assembly.plan.num_stages > 1 or config.streams_images)
     images = open_samples(config, comm)
     patience.feed()
-    config = as_it_began(comm, config)
-    config, of_measured = with_measured(config, comm, images, patience)
-    config, of_covariates = with_covariates(config, comm, images)
-    known = options_before(comm, config.run).get(CLASS_WEIGHTS)
+    known = options_before(comm, config.run)
+    config = as_it_began(config, known)
+    config, of_measured = with_measured(config, comm, images, patience, known)
+    config, of_covariates = with_covariates(config, comm, images, known)
     with comm.together((ValueError, TypeError)):
         config = with_task(config, images.training)
         count = source_of(config).number_of_classes(images.training)
-        weighed = with_class_weights(config, images.training, count, comm, known)
+        weighed = with_class_weights(config, images.training, count, comm, known.get(CLASS_WEIGHTS))
         task = build_task(weighed, images.training, count)
         metrics = build_metrics(config, task)
         monitor = monitored(config, task, metrics)
@@ -226,17 +226,16 @@ def columns_of(config: Config) -> tuple[str, ...]:
 
 
 def with_measured(
-    config: Config, comm: Communicator, images: "Images | Texts", patience: HangTimeout
+    config: Config, comm: Communicator, images: "Images | Texts", patience: HangTimeout, known: Mapping[str, str]
 ) -> tuple[Config, list[str]]:
     """The configuration with the numbers of a mean and a deviation that are measured: those of the run that is resumed,
-    or of its training images; and a remark on the former. Collective; raises Refusal.
+    whose options are `known`, or of its training images; and a remark on the former. Collective; raises Refusal.
     """
     asked = _to_measure(config)
-    known = options_before(comm, config.run) if asked else {}
     source = source_of(config)
     numberless = source.of_text or source.of_slides
     comm.agree(f"`{asked[0]}` measured is not for {source.noun}s: give numbers" if asked and numberless else None)
-    if known:
+    if known and asked:
         kept = {name: known[name] for name in asked}
         shown = {name: value.strip('"') for name, value in kept.items()}
         return with_options(config, kept), [f"`{name}` is that of the start: {each}" for name, each in shown.items()]
@@ -245,7 +244,9 @@ def with_measured(
     return with_values(config, {name: found[name] for name in asked}), []
 
 
-def with_covariates(config: Config, comm: Communicator, images: "Images | Texts") -> tuple[Config, list[str]]:
+def with_covariates(
+    config: Config, comm: Communicator, images: "Images | Texts", known: Mapping[str, str]
+) -> tuple[Config, list[str]]:
     """The configuration with its covariates fitted to the patients to train on, or as the run that is resumed has them;
     and remarks on these. Collective; raises Refusal.
     """
@@ -254,7 +255,6 @@ def with_covariates(config: Config, comm: Communicator, images: "Images | Texts"
         return config, []
     from mpi4dl.datasets.covariates import fitted, remarks
 
-    known = options_before(comm, config.run)
     parts: Any = images
     (whole, indices), (_, others) = in_whole(parts.training), in_whole(parts.validation)
     with comm.together((ValueError,)):
@@ -325,12 +325,11 @@ def to_print(config: Config) -> str:
     return to_toml(with_task(config, training))
 
 
-def as_it_began(comm: Communicator, config: Config) -> Config:
-    """The configuration with the values of the checkpoint that `resume` names for the options that are AUTO.
+def as_it_began(config: Config, known: Mapping[str, str]) -> Config:
+    """The configuration with the values of the checkpoint that `resume` names, `known`, for the options that are AUTO.
 
-    Collective. Raises Refusal for a schedule beside that of the checkpoint.
+    Raises Refusal, alike on all ranks, for a schedule beside that of the checkpoint.
     """
-    known = options_before(comm, config.run)
     names = [name for name in OF_THE_TASK if value_of(config, name) == AUTO]
     if not names or not known:
         return config

@@ -181,7 +181,7 @@ class SlideReader:
 
         return self._others.get((number, "map"), make)
 
-    def regions(self, number: int, what: str) -> bytes:
+    def regions(self, what: str, number: int) -> bytes:
         """The polygons of a slide's `annotation`, or of its predicted `classes`, in square pixels of level 0, in JSON.
 
         Of each it has the number of its name, and its rings of (x, y).
