@@ -367,7 +367,6 @@ class Embedding:
         progress.close()
 
     def run(self) -> None:
-        """Embed all slides to do, and write their files."""
         wanted = [*self.counts]
         self._seen, total = 0, sum(self.counts.values())
         self._progress = ProgressOfImages(total, self.comm.rank == 0, "patch", many="patches")

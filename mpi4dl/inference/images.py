@@ -442,7 +442,6 @@ class Coverage:
         return share
 
     def summary(self) -> list[str]:
-        """The summary of all images, in a line."""
         if not self.shares or min(self.shares) == 1:
             return []
         mean, least = (100 * each for each in (sum(self.shares) / len(self.shares), min(self.shares)))

@@ -121,7 +121,6 @@ class Predictor:
             self.patience.stop()
 
     def title(self) -> list[str]:
-        """The title, in lines."""
         size = "x".join(map(str, self.trained.size))
         known = ", ".join(map(printable, self.about.classes[:10])) + " ..." * (len(self.about.classes) > 10)
         what = f"{self.trained.name} to {self.about.task}" + (f": {known}" if known else "")
@@ -131,7 +130,6 @@ class Predictor:
 
     @property
     def task(self) -> Task:
-        """The task of the training."""
         return self.trained.task
 
     @property

@@ -94,7 +94,6 @@ class Option:
 
     @property
     def flags(self) -> list[str]:
-        """The flags that give the option a value."""
         return [self.flag] if self.kind.switch is None else [self.flag, self.negation]
 
     def of(self, config: Any) -> Any:
@@ -491,7 +490,6 @@ def with_values(config: T, values: Mapping[str, Any]) -> T:
 
 
 def value_of(config: Any, name: str) -> Any:
-    """The value of the option of this name."""
     return options_of(type(config))[name].of(config)
 
 

@@ -35,7 +35,7 @@ REMOVED = {
     "prompt-file": 'use --prompt "$(cat FILE)"',
     "prompt-tokens": "run mpi4dl generate RUN --max-tokens N after the training",
     "rank-gflops": "leave it out, or describe the machine by --machine",
-    "report-seconds": "leave it out: the server reports every minute",
+    "report-seconds": "leave it out: GET /metrics says how the server does",
     "token-folder": "leave it out: tokens are in the folder tokens beside the run",
     "verbose": "leave it out, or start python with -X importtime",
 }

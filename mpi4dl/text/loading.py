@@ -79,7 +79,6 @@ class QuantizedWeight(Quantized):
 
     @classmethod
     def of(cls, weight: Tensor, bits: int) -> "QuantizedWeight":
-        """The nearest matrix of so many bits."""
         weight = weight.detach().float()
         if bits == 8:
             numbers, scales = int8_of(weight)
@@ -114,7 +113,6 @@ class QuantizedExperts(Quantized):
 
     @classmethod
     def of(cls, weight: Tensor, bits: int) -> "QuantizedExperts":
-        """The nearest matrices of so many bits."""
         return cls([QuantizedWeight.of(matrix, bits) for matrix in weight.detach()])
 
     @property
@@ -123,7 +121,6 @@ class QuantizedExperts(Quantized):
 
 
 def bytes_of(weight: Tensor) -> int:
-    """The memory of a weight of whatever precision."""
     return weight.num_bytes if isinstance(weight, Quantized) else weight.nbytes
 
 

@@ -61,7 +61,6 @@ class PackedWeight(Tensor):
         return self
 
     def pack(self, weight: Tensor) -> None:
-        """Take these values."""
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), BLOCK)
 
     def plain(self) -> Tensor:

@@ -83,12 +83,10 @@ class Setup:
 
     @property
     def num_steps(self) -> int:
-        """How many steps the run has."""
         return build.number_of_steps(self.config.training, len(self.training))
 
     @property
     def spec(self) -> TrainingSpec:
-        """What is computed."""
         return TrainingSpec(self.config, self.task.num_outputs, self.images.channels)
 
     @property
@@ -109,7 +107,6 @@ class Setup:
         return [title(self.spec, engine), learnt, *without_effect(config.parallel, engine)]
 
     def about(self) -> Description:
-        """The description of the trained model."""
         return Description.of(self.config, self.images, self.task.num_outputs)
 
     def workload(self, tell: Tell = quietly) -> "Workload":
@@ -362,7 +359,6 @@ def with_its_own(config: Config, before: Mapping[str, str], checkpoint: Path) ->
 
 
 def command_to_go_on(num_ranks: int, argv: Sequence[str], folder: Path) -> str:
-    """The command that continues a run."""
     words = without_flags(Config, argv, ("run_folder", "resume"))
     start = ["mpirun", "-n", str(num_ranks), "python", "-m", "mpi4dl.train"]
     return shlex.join([*start, *words, "--run-folder", str(folder), "--resume", "auto"])

@@ -102,7 +102,6 @@ def _texts(source: TextSource, header: Path, tokenizer: Tokenizer, known: Mappin
 
 
 def _table(*parts: TokenDataset | MaskedTokenDataset) -> RunSamples:
-    """The documents that train and those that validate."""
     return RunSamples.of_documents(dict(zip(("train", "val"), (part.stream.sizes for part in parts), strict=True)))
 
 

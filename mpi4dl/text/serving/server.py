@@ -23,12 +23,9 @@ LAST_WORDS_SECONDS = 5  # for connections to take what they were sent
 
 @dataclass(frozen=True)
 class Timing:
-    """How long what runs may take at the end, how often there is a report (0: only at the end), and how long a step of
-    the batch may take (0: any time).
-    """
+    """How long what runs may take at the end, and how long a step of the batch may take (0: any time)."""
 
     drain_seconds: float = 30.0
-    report_seconds: float = 60.0
     hang_seconds: float = 0.0
 
 
@@ -65,12 +62,8 @@ class HttpThread(threading.Thread):
         serving = asyncio.create_task(self.server.serve([self._listener]))
         print(f"{self._greeting} {url_of(self._listener)}/v1", flush=True)
         try:
-            reported = time.monotonic()
             while self._signals.caught is None and not serving.done():
                 await self._look()
-                if 0 < self._timing.report_seconds <= time.monotonic() - reported:
-                    reported = time.monotonic()
-                    self.report()
             if not serving.done():
                 await self._drain()
         finally:
@@ -97,14 +90,6 @@ class HttpThread(threading.Thread):
             self.watchdog.feed()
             self._fed, self._steps = time.monotonic(), steps
 
-    def report(self) -> None:
-        line, closed = self._front.statistics.report(), self.server.closed
-        if line is not None:
-            print(line, flush=True)
-        if closed:
-            print("connections closed:", ", ".join(f"{closed[why]:,} ({why})" for why in sorted(closed)), flush=True)
-            closed.clear()
-
 
 def run_server(server: HttpServer, front: Admission, listener: socket.socket, timing: Timing, greeting: str) -> None:
     """Serve until a signal asks for the end. On the main thread of rank 0; the others follow the batch."""
@@ -116,4 +101,5 @@ def run_server(server: HttpServer, front: Admission, listener: socket.socket, ti
         thread.watchdog.stop()
         if thread.error is not None:
             raise thread.error
-        thread.report()
+        if server.closed:
+            print("connections closed:", ", ".join(f"{n:,} ({why})" for why, n in sorted(server.closed.items())))
