@@ -268,10 +268,6 @@ def portions_of(running: Sequence[Running], chunk: int, num_rows: int) -> list[t
     return found
 
 
-NOTE_BYTES = 4096  # a step is announced in one message, if it is not longer
-LENGTH_BYTES = 8
-
-
 class Batcher:
     """Generates text for many requests at once, by the model that `stages` lays over the ranks of `comm`. Collective.
 
@@ -490,22 +486,12 @@ class Batcher:
 
     def _tell(self, step: tuple[Sequence[TokenPortion], Sequence[int]] | None) -> None:
         """Say to all other ranks what is in the step, and who has ended, or that the last step is over."""
-        if self.comm.size == 1:
-            return
-        said = pickle.dumps(None if step is None else ([tuple(portion) for portion in step[0]], step[1]))
-        note = bytearray(max(NOTE_BYTES, LENGTH_BYTES + len(said)))
-        note[: LENGTH_BYTES + len(said)] = len(said).to_bytes(LENGTH_BYTES, "little") + said
-        whole = torch.frombuffer(note, dtype=torch.uint8)
-        self.comm.broadcast(whole[:NOTE_BYTES])
-        if len(whole) > NOTE_BYTES:
-            self.comm.broadcast(whole[NOTE_BYTES:])
+        if self.comm.size > 1:
+            said = torch.frombuffer(bytearray(pickle.dumps(step)), dtype=torch.uint8)
+            self.comm.broadcast(torch.tensor([len(said)]))
+            self.comm.broadcast(said)
 
     def _hear(self) -> tuple[list[TokenPortion], list[int]] | None:
-        """The message of rank 0."""
-        note = self.comm.broadcast(torch.empty(NOTE_BYTES, dtype=torch.uint8))
-        length = int.from_bytes(note[:LENGTH_BYTES].numpy().tobytes(), "little")
-        rest = LENGTH_BYTES + length - NOTE_BYTES
-        if rest > 0:
-            note = torch.cat([note, self.comm.broadcast(torch.empty(rest, dtype=torch.uint8))])
-        said = pickle.loads(note[LENGTH_BYTES : LENGTH_BYTES + length].numpy().tobytes())
-        return None if said is None else ([TokenPortion(*portion) for portion in said[0]], said[1])
+        length = self.comm.broadcast(torch.empty(1, dtype=torch.int64))
+        said = self.comm.broadcast(torch.empty(int(length), dtype=torch.uint8))
+        return pickle.loads(said.numpy().tobytes())

@@ -1,10 +1,10 @@
 """A trained model from the folder of its run, over ranks, with weights of 16, 8 or 4 bits."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.runs.description import FoundWeights, RunOptions, find_weights, folder_of, hold_trained
 from mpi4dl.text.batcher import Batcher
 from mpi4dl.text.options import Batching, Ranks
-from mpi4dl.text.products import ROWS_OF_PRODUCTS, exchange, pack_weights
+from mpi4dl.text.products import ROWS_OF_PRODUCTS, Replacement, exchange, pack_weights
 from mpi4dl.training.texts import TOKENIZER
 
 # Weights of fewer bits, for generation: bfloat16, or 8 or 4 bits of the matrices of linear layers and experts.
@@ -36,32 +36,12 @@ GROUP = 32  # inputs that share a scale in 4 bits
 OUTPUTS = 16  # of which PyTorch takes multiples, in 4 bits
 
 
-class Quantized(Tensor):
-    """A replacement of a floating-point tensor, for the functions of `uses` alone."""
-
-    uses: ClassVar[Mapping[Any, Callable[..., Any]]] = {}
+class Quantized(Replacement):
+    """A replacement of fewer bits."""
 
     @property
     def num_bytes(self) -> int:
         raise NotImplementedError
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if function in cls.uses:
-            return cls.uses[function](*args, **kwargs or {})
-        if function in (Tensor.view_as, Tensor.detach):
-            return args[0]
-        return super().__torch_function__(function, types, args, kwargs or {})
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if function is torch.ops.aten.detach.default:
-            return args[0]
-        raise TypeError(f"{function} of a {cls.__name__}: only the layer whose weight it is can use it")
 
 
 class QuantizedWeight(Quantized):
