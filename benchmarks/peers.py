@@ -5,8 +5,8 @@
     plain PyTorch            one process, a loop over the microbatches
     gpipe, 1f1b, interleaved, zero-bubble
                              torch.distributed.pipelining over gloo and over our backend, and the engine's schedules
-    DDP, FSDP2               DistributedDataParallel and fully_shard on each layer, over gloo and over our backend, with
-                             gradients added up over microbatches; the engine's replicas, and its ZeRO 3
+    DDP                      DistributedDataParallel over gloo and over our backend, with gradients added up over
+                             microbatches; the engine's replicas (the benchmark `zero` has FSDP2)
 
 All have the same layers, cut at the same places, weights, batch, microbatches, SGD and one thread a process.
 Zero-bubble is ZB-H1 of ours, and InterleavedZeroBubble (ZB1P) with one stage a rank. The engine takes batch norm over
@@ -25,7 +25,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.common import options as declared
-from benchmarks.common.allocators import ALLOCATORS, use_allocator, with_each
 from benchmarks.common.charts import OTHERS, PEERS, THIRD, Bars, bars
 from benchmarks.common.charts import PLAIN as GREY
 from benchmarks.common.options import Option, Options, listed
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from mpi4dl.parallel.plan import Plan
 
 TRANSFORMER = "transformer"
-PIPELINES, REPLICAS = ("gpipe", "1f1b", "interleaved", "zero-bubble"), ("DDP", "FSDP2")
+PIPELINES, REPLICAS = ("gpipe", "1f1b", "interleaved", "zero-bubble"), ("DDP",)
 METHODS = PIPELINES + REPLICAS
 ENGINE, GLOO, BACKEND = "engine", "gloo", "backend"
 SIDES = (GLOO, BACKEND, ENGINE)
@@ -73,8 +72,6 @@ OPTIONS = (
     declared.count("--size", 128, "height and width of the images, in pixels"),
     declared.batch_size(16),
     declared.count("--microbatches", 8, "of a batch"),
-    ALLOCATORS,
-    declared.AGE,
     declared.steps(2),
     declared.rounds(7),
 )
@@ -254,31 +251,16 @@ def pipeline(task: Task, method: str, counts: Sequence[int]) -> "Step":
     return step
 
 
-def data_parallel(task: Task, method: str) -> "Step":
-    """DistributedDataParallel, or FSDP2 on each layer: a rank's samples in microbatches of the same size."""
+def data_parallel(task: Task) -> "Step":
+    """DistributedDataParallel: a rank's samples in microbatches of the same size."""
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    layers: Any = task.layers()
     batch, num_microbatches = task.share(rank, size), task.num_microbatches // size
-    if method == "DDP":
-        ddp = DistributedDataParallel(layers, gradient_as_bucket_view=True)
-        sums: dict[bool, Any] = {True: nullcontext, False: ddp.no_sync}
-        return loop_of(ddp, batch, num_microbatches, share=1 / size, sums=lambda last: sums[last]())
-    mesh = init_device_mesh("cpu", (size,))
-    for layer in layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(layers, mesh=mesh)
-
-    @contextmanager
-    def summing(last: bool) -> Iterator[None]:
-        layers.set_requires_gradient_sync(last)
-        yield
-
-    return loop_of(layers, batch, num_microbatches, share=1 / size, sums=summing)
+    ddp = DistributedDataParallel(task.layers(), gradient_as_bucket_view=True)
+    sums: dict[bool, Any] = {True: nullcontext, False: ddp.no_sync}
+    return loop_of(ddp, batch, num_microbatches, share=1 / size, sums=lambda last: sums[last]())
 
 
 def plan_of(method: str, num_ranks: int, num_microbatches: int) -> "Plan":
@@ -287,7 +269,7 @@ def plan_of(method: str, num_ranks: int, num_microbatches: int) -> "Plan":
     if method in PIPELINES:
         chunks = CHUNKS if method == "interleaved" else 1
         return Plan(((1, 1),) * num_ranks, microbatches=num_microbatches, schedule=method, chunks=chunks)
-    return Plan(data=num_ranks, microbatches=num_microbatches // num_ranks, zero=3 if method == "FSDP2" else 0)
+    return Plan(data=num_ranks, microbatches=num_microbatches // num_ranks)
 
 
 def engine(task: Task, method: str, counts: Sequence[int], comm: "Communicator") -> "Step":
@@ -322,7 +304,7 @@ def joined(task: Task, contest: Contest, counts: Sequence[int], comm: "Communica
     else:
         with {GLOO: gloo, BACKEND: over_mpi}[contest.side](comm):
             pipelined = contest.method in PIPELINES
-            yield pipeline(task, contest.method, counts) if pipelined else data_parallel(task, contest.method)
+            yield pipeline(task, contest.method, counts) if pipelined else data_parallel(task)
 
 
 def work(options: Options) -> None:
@@ -330,11 +312,12 @@ def work(options: Options) -> None:
     import torch
 
     from benchmarks.common.meter import Meter
+    from mpi4dl._memory import keep_freed_memory
     from mpi4dl.comm import world
 
     model, ranks, told, counts = options.worker
     task = Task.of(options, model)
-    use_allocator()
+    keep_freed_memory()
     torch.set_num_threads(1)
     if told is None:
         answer_turns(lambda: references(options, task, ranks))
@@ -349,9 +332,6 @@ def work(options: Options) -> None:
             loss = step()
             if len(shares) < CHECKED_STEPS:
                 shares.append(loss)
-
-        for _ in range(options.age):
-            recorded()
 
         def turn() -> dict[str, Any]:
             found = meter.measure(recorded, options.steps)
@@ -374,17 +354,14 @@ def references(options: Options, task: Task, ranks: int) -> dict[str, Any]:
 def compete(options: Options, model: str, ranks: int) -> tuple[dict[str, list[float]], list[Contestant]]:
     """The losses of plain loops, and all contestants after their turns."""
     found = measure_once(options.contestant("references", 1, (model, ranks, None, None)))
-    contestants = with_each(
-        (
-            options.contestant(
-                str(contest),
-                1 if contest == PLAIN else ranks,
-                (model, ranks, contest, found["counts"][str(num_stages(contest, ranks))]),
-            )
-            for contest in contests(options)
-        ),
-        options.allocators,
-    )
+    contestants = [
+        options.contestant(
+            str(contest),
+            1 if contest == PLAIN else ranks,
+            (model, ranks, contest, found["counts"][str(num_stages(contest, ranks))]),
+        )
+        for contest in contests(options)
+    ]
     print(f"{model}, {ranks} ranks: {len(contestants)} contestants", file=sys.stderr)
     take_turns(contestants, options.rounds)
     return found["losses"], contestants
@@ -421,19 +398,19 @@ def summarise(
     from benchmarks.common.ranks import difference
 
     of = {str(contest): contest for contest in contests(options)}
+    named = {contestant.name: contestant for contestant in contestants}
     rows = []
     for contestant in contestants:
-        contest, alike = of[contestant.name], {c.name: c for c in contestants if c.allocator == contestant.allocator}
+        contest = of[contestant.name]
         last = contestant.answers[-1]
         expected = losses[str(reference_of(contest, ranks, options.microbatches))]
         wrong = difference(last["losses"], expected, TOLERANCE)
         row: dict[str, Any] = {
             "model": model,
             "job_ranks": ranks,
-            "name": contestant.label,
+            "name": contestant.name,
             "method": contest.method,
             "side": contest.side,
-            "allocator": contestant.allocator or options.allocators,
             "ranks": contestant.ranks,
             "wrong": wrong,
             "losses": last["losses"],
@@ -444,9 +421,9 @@ def summarise(
         }
         for key in ("cpu_seconds", "work_seconds", "idle_seconds"):
             row[key] = median(contestant.of(key)) / options.steps
-        rivals, peer = {"over_plain": alike[str(PLAIN)]}, alike.get(f"{contest.method}, {GLOO}")
+        rivals, peer = {"over_plain": named[str(PLAIN)]}, named.get(f"{contest.method}, {GLOO}")
         if peer is not None and contest.side != GLOO and wrong is None:
-            row["peer"], rivals["over_peer"] = peer.label, peer
+            row["peer"], rivals["over_peer"] = peer.name, peer
         for name, rival in rivals.items():
             row |= contestant.over(rival, **{f"{name}_{key}": key for key in COMPARED})
         rows.append(row)
