@@ -191,4 +191,4 @@ def test_a_plan_is_measured_by_a_real_training(
     assert f"{turn['samples_per_second']:.3g}" in lines[-3].split()
     assert 0 < turn["peak_bytes"] < 40 * MIB
     assert found["estimated_bytes"] > 0
-    assert len(list(tmp_path.iterdir())) == 3  # nothing is left of the training
+    assert len(list(tmp_path.iterdir())) == 2  # nothing is left of the training
