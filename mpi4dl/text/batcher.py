@@ -6,7 +6,7 @@ main thread of others    follow:                                 the same step
 """
 
 import pickle
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -54,17 +54,12 @@ class Event:
 
 @dataclass(frozen=True)
 class Stats:
-    """Running requests, and totals since the start. `pages_used` are those of running requests."""
+    """Running requests, and the steps since the start. `pages_used` are those of running requests."""
 
     waiting: int
     running: int
     pages_used: int
     pages_total: int
-    tokens_generated: int = 0
-    prompt_tokens_done: int = 0
-    prompts_done: int = 0
-    requests_done: int = 0
-    requests_cancelled: int = 0
     steps: int = 0
 
 
@@ -322,7 +317,7 @@ class Batcher:
         self._stopping = self._drains = False
         self._next_id = 0
         self._running: list[Running] = []
-        self._counts: Counter[str] = Counter()  # of `Stats`
+        self._steps = 0
         self._stats = self._new_stats()
 
     def submit(self, prompt_tokens: Sequence[int], sampling: Sampling, on_event: OnEvent) -> int:
@@ -403,7 +398,7 @@ class Batcher:
 
     def _new_stats(self) -> Stats:
         used, total = sum(self._pages_used), self._num_pages * len(self._pages_used)
-        return Stats(len(self._waiting), len(self._running), used, total, **self._counts)
+        return Stats(len(self._waiting), len(self._running), used, total, self._steps)
 
     def _admit(self) -> bool:
         """Wait for something to do; let requests leave and join. Whether there is a step to make; else all is over."""
@@ -430,7 +425,6 @@ class Batcher:
         self._cancelled.clear()
         for request in gone:
             self._remove(request)
-        self._counts["requests_cancelled"] += len(gone)
         return gone
 
     def _remove(self, request: Running) -> None:
@@ -464,16 +458,10 @@ class Batcher:
             # One by one: a sum over one row alone is divided among threads, and one over each of several is not.
             events = [(request, request.take(own.double())) for request, own in zip(wanting, found, strict=True)]
         with self._lock:
-            for request, portion in step:
-                if portion.start < request.num_prompt:
-                    self._counts["prompt_tokens_done"] += len(portion.tokens)
-                    self._counts["prompts_done"] += portion.wants
             for request, event in events:
                 if event.finish_reason is not None:
                     self._remove(request)
-                    self._counts["requests_done"] += 1
-            self._counts["tokens_generated"] += len(events)
-            self._counts["steps"] += 1
+            self._steps += 1
             self._stats = self._new_stats()
         for request, event in events:
             request.on_event(event)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -108,11 +108,8 @@ MOST_PX = 256
 NO_CLASS = -1  # of a pixel of a mask whose classes may overlap, or that does not count
 
 
-class Taken(NamedTuple):
-    """Of a few samples: what a model makes of them, and what they are: class maps (n, h, w), or numbers (n, ...)."""
-
-    predicted: Tensor
-    true: Tensor
+# Of a few samples: what a model makes of them, and what they are: class maps (n, h, w), or numbers (n, ...).
+Taken = tuple[Tensor, Tensor]
 
 
 class Showing:
@@ -161,8 +158,8 @@ class Showing:
         found = next((each for each in everywhere if each is not None), None)
         if images is None or found is None or self._reporter is None:
             return
-        n = min(len(images), len(found.predicted), len(found.true))
-        predicted, true = found.predicted[:n], found.true[:n]
+        n = min(len(images), *map(len, found))
+        predicted, true = (each[:n] for each in found)
         if predicted.dim() == 3:
             picture = overlaid(images[:n], *(_resized(mask, images.shape[2:]) for mask in (true, predicted)))
         else:
@@ -193,7 +190,7 @@ class Showing:
         if predicted.dim() < 3:
             whole = spatial.gather(predicted) if isinstance(predicted, spatial.SpatialTensor) else predicted
             few = self._task.predictions(whole[:MOST_IMAGES]).float().cpu()
-            return Taken(few, targets[:MOST_IMAGES].clone().cpu())
+            return few, targets[:MOST_IMAGES].clone().cpu()
         if not self._task.dense:
             return None
         overlaps = self._task.binary
@@ -201,7 +198,7 @@ class Showing:
         true = _class_map(true, True) if overlaps else true
         true = torch.where(true == self._task.ignore_index, NO_CLASS, true)
         few = self._task.predictions(_small(predicted))  # of few pixels: probabilities take as much as outputs
-        return Taken(_class_map(few, overlaps).cpu(), _sampled(true))
+        return _class_map(few, overlaps).cpu(), _sampled(true)
 
 
 def _small(values: Any) -> Tensor:

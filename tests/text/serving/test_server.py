@@ -11,7 +11,6 @@ import pytest
 
 from mpi4dl.options.declare import ConfigError
 from mpi4dl.serve import TOKEN_VARIABLE, _token
-from mpi4dl.text.serving.server import Timing
 from tests.text.serving.served import PATIENCE_SECONDS, Served, eventually, serving
 from tests.text.serving.standin import text_after
 
@@ -72,7 +71,7 @@ def test_the_token() -> None:
 
 @BOTH
 def test_who_runs_may_end_and_who_comes_is_sent_away(stream: bool) -> None:
-    with serving(timing=Timing(drain_seconds=600)) as served, ThreadPoolExecutor(1) as threads:
+    with serving(drain_seconds=600) as served, ThreadPoolExecutor(1) as threads:
         served.batch.hold()
         asked = threads.submit(served.post, prompt="a", max_tokens=3, stream=stream)
         eventually(lambda: served.batch.stats().running == 1)
@@ -91,7 +90,7 @@ def test_who_runs_may_end_and_who_comes_is_sent_away(stream: bool) -> None:
 
 @BOTH
 def test_what_takes_too_long_at_the_end_is_cancelled(stream: bool) -> None:
-    with serving(timing=Timing(drain_seconds=0.0)) as served, ThreadPoolExecutor(1) as threads:
+    with serving(drain_seconds=0.0) as served, ThreadPoolExecutor(1) as threads:
         served.batch.hold()
         asked = threads.submit(served.post, prompt="a", max_tokens=3, stream=stream)
         eventually(lambda: served.batch.stats().running == 1)
