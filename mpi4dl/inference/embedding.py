@@ -389,13 +389,11 @@ class Embedding:
         with comm.together((OSError, DatasetError)):
             if whole is not None and own is not None:
                 with self.patience.working("writing"):
-                    slide, corners = self.slides.image(own), places[comm.rank]
-                    write_features(
-                        self.paths[own],
-                        Embedded(whole, _coords(slide, corners, self.encoder.patch)),
-                        _attributes(slide, self.encoder.patch, Path(self.paths[own]).stem),
-                        self.settings,
-                    )
+                    slide, patch = self.slides.image(own), self.encoder.patch
+                    corners = [slide.in_level_0(row * patch, col * patch) for row, col in places[comm.rank].tolist()]
+                    coords = np.rint(np.asarray(corners, np.float64)[:, ::-1]).astype(np.int64)  # x, y in level 0
+                    about = _attributes(slide, patch, Path(self.paths[own]).stem)
+                    write_features(self.paths[own], Embedded(whole, coords), about, self.settings)
         with comm.together((OSError,)):
             for index in group:
                 if self.job is not None and index not in self.bad:
@@ -472,12 +470,6 @@ def _span(slide: int, units: Sequence[PatchBatch]) -> tuple[int, int] | None:
     """The patches of a slide that neighbouring batches have; None if none."""
     own = [unit for unit in units if unit.slide == slide]
     return (own[0].start, own[-1].stop) if own else None
-
-
-def _coords(slide: Slide, places: "Patches", patch: int) -> Any:
-    """x and y of patches in pixels of the full level 0, rounded."""
-    corners = [slide.in_level_0(row * patch, col * patch) for row, col in places.tolist()]
-    return np.rint(np.asarray(corners, np.float64)[:, ::-1]).astype(np.int64)
 
 
 def _attributes(slide: Slide, patch: int, name: str) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def open_labelled(comm: Communicator, trained: TrainedOptions, source: str | Non
         what = f"the {len(names)} images that validated in training"
     else:
         found, what = _shared(comm, lambda: _labelled(source, trained))
-    require_alike(comm, found, trained.about)
+    comm.agree(difference(found, trained.about))
     return found, what
 
 
@@ -66,13 +66,8 @@ def _shared(comm: Communicator, opened: Callable[[], tuple[Named, str]]) -> tupl
     return shared(comm, open_one)[0], comm.broadcast_object(told[0])
 
 
-def require_alike(comm: Communicator, found: Named, about: Description) -> None:
-    """Raises Refusal on all ranks if labels, or images, are of another kind than in training."""
-    comm.agree(_unlike(found, about))
-
-
-def _unlike(found: Named, about: Description) -> str | None:
-    """A difference from the training, in one sentence."""
+def difference(found: Named, about: Description) -> str | None:
+    """The difference of labels, or images, from the kind of the training, in one sentence."""
     if task_of(found) != about.task:
         return f"the labels are to {task_of(found)}, but the model was trained to {about.task}"
     unlike = _other_channels(found, about)
@@ -244,7 +239,7 @@ def open_files_of_run(comm: Communicator, trained: TrainedOptions, folder: Path,
         return Subset(split, indices), f"the {len(indices)} {part} {split.kind.nouns} of the run"
 
     found, which = _shared(comm, opened)
-    require_alike(comm, found, trained.about)
+    comm.agree(difference(found, trained.about))
     return found, which
 
 
@@ -262,7 +257,7 @@ def open_to_evaluate(
     )
     if named:
         found, which = _shared(comm, lambda: held_out(trained.files(), part))
-        require_alike(comm, found, trained.about)
+        comm.agree(difference(found, trained.about))
         return found, which
     if of_files:
         return open_files_of_run(comm, trained, folder, part or "val")
