@@ -20,7 +20,7 @@ from mpi4dl.datasets.files import planes_of
 from mpi4dl.datasets.split import Named, Subset, in_whole
 from mpi4dl.engine import BatchOutputs
 from mpi4dl.geometry import Interval
-from mpi4dl.inference.images import Coverage, open_to_evaluate
+from mpi4dl.inference.images import Coverage, open_files_of_run, open_labelled
 from mpi4dl.inference.masks import Target, WindowInterval, Windows, targets_of
 from mpi4dl.inference.model import Prediction, Predictor
 from mpi4dl.inference.options import Evaluating, Inference, near_square
@@ -272,7 +272,10 @@ def judging_by(
     model = Predictor(source, chosen, comm)
     own = f"the validation {model.assembly.source.noun}s of the run"
     try:
-        validation, which = open_to_evaluate(comm, model.trained, model.folder, None, False, None)
+        if model.trained.source.of_slides:
+            validation, which = open_files_of_run(comm, model.trained, model.folder, "val")
+        else:
+            validation, which = open_labelled(comm, model.trained, None)
         if comm.rank == 0 and speaks:
             print(f"the threshold is chosen on {which}", flush=True)
         found = score(model, validation, replace(judging, resamples=0), speaks=speaks).thresholds
