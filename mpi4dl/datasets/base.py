@@ -4,6 +4,7 @@ An image has rows and columns, or a depth before them, and is a volume then, or 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from math import inf
 from pathlib import Path
@@ -201,6 +202,15 @@ class LastMade:
 
     def __reduce__(self) -> Any:
         return LastMade, (self._many, self._weight)
+
+
+@dataclass(frozen=True)
+class FunctionImage:
+    """An image of this size, or a mask, whose boxes a function reads; `axes` as of `Opened`."""
+
+    size: tuple[int, ...]
+    read: Callable[..., npt.NDArray[Any]]
+    axes: str = ""
 
 
 class WholeImage:

@@ -370,10 +370,7 @@ def split_rows(
             for n, row in enumerate(rows)
         )
         remarks += (f"fold {fold} of {folds} validates, split by patient", *check_parts(found, task, kind=kind))
-        for_tests = sum(row.split == "test" for row in found)
-        if for_tests:
-            remarks += (f"{counted(for_tests, f'{kind.noun} is', f'{kind.nouns} are')} for tests, and in no fold",)
-        return found, remarks
+        return found, (*remarks, *_for_tests(found, kind, "in no fold"))
     if not any(row.split for row in rows):
         names, patients = [row.path for row in rows], [row.patient for row in rows]
         strata = strata_of(task, patients, _labels(task, rows))
@@ -389,14 +386,13 @@ def split_rows(
     if not any(row.split == "val" for row in rows) and any(row.split == "test" for row in rows):
         rows = tuple(row._replace(split="val") if row.split == "test" else row for row in rows)
         remarks += (f"{where} has no {kind.nouns} for val: those for test validate",)
-    for_tests = sum(row.split == "test" for row in rows)
-    if split_file is None:
-        remarks += ("split by the table",)
-    if for_tests:
-        remarks += (
-            f"{counted(for_tests, f'{kind.noun} is', f'{kind.nouns} are')} for tests, and not used in training",
-        )
-    return tuple(rows), remarks
+    remarks += ("split by the table",) if split_file is None else ()
+    return tuple(rows), (*remarks, *_for_tests(rows, kind, "not used in training"))
+
+
+def _for_tests(rows: Sequence[Sample], kind: FileKind, where: str) -> list[str]:
+    count = sum(row.split == "test" for row in rows)
+    return [f"{counted(count, f'{kind.noun} is', f'{kind.nouns} are')} for tests, and {where}"] if count else []
 
 
 def _placed(rows: Sequence[Sample], path: Path, kind: FileKind) -> tuple[tuple[Sample, ...], tuple[str, ...]]:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import PIL.Image
 
 from mpi4dl._wording import counted
-from mpi4dl.datasets.base import BadImage, DatasetError, Image, Pixels, package
+from mpi4dl.datasets.base import BadImage, DatasetError, FunctionImage, Image, Pixels, package
 from mpi4dl.datasets.colour import TAG, WHITE, bytes_of, rgb_of, upright
 from mpi4dl.datasets.reader_process import ask, has_openslide, needs_openslide
 from mpi4dl.geometry import Interval, ceil_div
@@ -135,15 +135,19 @@ logging.getLogger("tifffile").addHandler(logging.NullHandler())
 
 
 def open_tiff(path: Path, indices: bool = False) -> Image:
-    """The image of a TIFF file (of a pyramid: its full resolution), as RGB bytes, upright; or its `indices` of classes,
-    (rows, columns) of integers.
+    """The image of a TIFF file (of a pyramid: its full resolution), as RGB bytes, upright, and white where its mask is
+    0; or its `indices` of classes, (rows, columns) of integers.
 
     Raises:
         BadImage: damaged, truncated, a stack of images, or with a number of channels that no colour image has.
         Unsupported: intact, but of colours that this reader leaves to Pillow.
     """
     image, _, inside = _opened_as(_Indices if indices else _Tiff, path)
-    return image if indices or inside is None else _OnWhite(image, inside)
+    if indices or inside is None:
+        return image
+    return FunctionImage(
+        image.size, lambda *space: np.where(inside.read(*space)[..., None], image.read(*space), np.uint8(WHITE))
+    )
 
 
 def open_values(path: Path, bands: Sequence[int] = ()) -> tuple[Image, int, str, float | None, Image | None]:
@@ -513,16 +517,6 @@ class _Tiff:
         except Exception as error:  # each codec has its own kinds of error for bytes that it cannot decode
             raise BadImage(self._path, f"tile {index} cannot be decoded: {error}") from error
         return samples[0, rows]
-
-
-class _OnWhite:
-    """A picture that is white where its mask is 0."""
-
-    def __init__(self, image: Image, inside: Image) -> None:
-        self.size, self._image, self._inside = image.size, image, inside
-
-    def read(self, *space: Interval) -> npt.NDArray[Any]:
-        return np.where(self._inside.read(*space)[..., None], self._image.read(*space), np.uint8(WHITE))
 
 
 class _Indices(_Tiff):

@@ -18,23 +18,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpi4dl.datasets import DatasetError
-from mpi4dl.datasets.text import (
-    BPETokenizer,
-    ByteTokenizer,
+from mpi4dl.datasets.text import corpus as corpus_module
+from mpi4dl.datasets.text.corpus import (
     Document,
-    MaskedTokenDataset,
-    TokenDataset,
-    Tokenizer,
+    TokenFile,
     TokenStream,
-    bits_per_byte,
     encode_corpus,
     find_documents,
     pieces,
     split_documents,
 )
-from mpi4dl.datasets.text import corpus as corpus_module
-from mpi4dl.datasets.text.corpus import TokenFile
-from mpi4dl.datasets.text.dataset import IGNORED
+from mpi4dl.datasets.text.dataset import IGNORED, MaskedTokenDataset, TokenDataset, bits_per_byte
+from mpi4dl.datasets.text.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
 from mpi4dl.geometry import Interval
 
 TEXTS = {
@@ -368,7 +363,8 @@ def test_a_document_that_changes_while_it_is_read_is_noticed(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from mpi4dl.datasets.text import ByteTokenizer, encode_corpus, find_documents
+from mpi4dl.datasets.text.corpus import encode_corpus, find_documents
+from mpi4dl.datasets.text.tokenizer import ByteTokenizer
 class Dying(ByteTokenizer):
     def encode(self, text):
         if "no line" in text:

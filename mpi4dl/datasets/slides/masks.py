@@ -5,9 +5,6 @@ from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from mpi4dl._wording import counted, some
 from mpi4dl.datasets.base import IGNORED, BadImage, DatasetError, Image, LastMade
 from mpi4dl.datasets.listed import File, ListedFiles, mask_as_text
@@ -23,10 +20,8 @@ from mpi4dl.datasets.slides.annotations import (
     is_picture,
     read_annotations,
 )
-from mpi4dl.datasets.slides.slide import Corner, Slide
+from mpi4dl.datasets.slides.slide import Corner, Slide, window
 from mpi4dl.datasets.table import require_apart
-from mpi4dl.datasets.transform import crop, within
-from mpi4dl.geometry import Interval
 
 BACKGROUND, ANNOTATED = "background", "annotated"
 AUXILIARY = "*"  # ends the names of QuPath's classes that are none, such as Region*
@@ -52,25 +47,6 @@ class MaskOptions:
     in_bounds: bool = False
     num_classes: int | None = None
     ignore_index: int | None = IGNORE_INDEX
-
-
-@dataclass(frozen=True)
-class MaskWindow:
-    """A window of a mask; -100 where it reaches beyond, and outside the part `core` of the window."""
-
-    mask: Image
-    corner: Corner
-    size: tuple[int, ...]
-    core: tuple[Interval, ...] | None = None
-
-    def read(self, *space: Interval) -> npt.NDArray[np.int64]:
-        """The classes of a box, (rows, columns). Raises BadImage."""
-        found = np.full([interval.length for interval in space], IGNORED, np.int64)
-        cores = self.core or [Interval(0, side) for side in self.size]
-        kept = [interval.intersect(core) for interval, core in zip(space, cores, strict=True)]
-        if not any(each.empty for each in kept):
-            found[within(kept, space)] = crop(self.mask, self.corner, kept, IGNORED)
-        return found
 
 
 class SlideMasks:
@@ -192,8 +168,8 @@ class SlideMasks:
         found.require_on_slide()
         return found
 
-    def window(self, label: SlideMask, corner: Corner, size: tuple[int, ...]) -> MaskWindow:
-        return MaskWindow(label, corner, size)
+    def window(self, label: SlideMask, corner: Corner, size: tuple[int, ...]) -> Image:
+        return window(label, corner, size, IGNORED)
 
     def as_text(self, index: int, name: str) -> str:
         """The annotation of a slide that has one, called `name` in the table."""

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from mpi4dl._files import open_regular
 from mpi4dl._wording import counted, some
 from mpi4dl.datasets import tiff
-from mpi4dl.datasets.base import BadImage, Image, Pixels, Values
+from mpi4dl.datasets.base import BadImage, FunctionImage, Image, Pixels
 from mpi4dl.datasets.files import SLIDE_SUFFIXES, blaming, is_dicom, open_image
 from mpi4dl.datasets.reader_process import OpenSlideLevel, has_openslide, open_with_openslide, vendor_of
 from mpi4dl.datasets.slides import dicom
@@ -265,17 +265,9 @@ class Slide:
             raise BadImage(self.file.path, f"has an ICC profile that cannot be used: {error}") from error
 
 
-@dataclass(frozen=True)
-class SlideWindow:
-    """A window of a slide, or of a picture of one; white where it reaches beyond."""
-
-    slide: Image
-    corner: Corner
-    size: tuple[int, ...]
-
-    def read(self, *space: Interval) -> Values:
-        """The pixels of a box, (rows, columns, 3). Raises BadImage."""
-        return crop(self.slide, self.corner, space)
+def window(image: Image, corner: Corner, size: tuple[int, ...], outside: int | None = None) -> Image:
+    """A window of a slide, or of a picture or mask of one; what lies beyond is `outside`, as of `crop`."""
+    return FunctionImage(size, lambda *space: crop(image, corner, space, outside))
 
 
 def open_slide(path: Path, resolution: Resolution | None = None) -> Slide:

@@ -8,7 +8,7 @@ from mpi4dl.datasets.files import WHOLE_SLIDES, StoredPicture, channel_names
 from mpi4dl.datasets.listed import File, ListedFiles, known_size, mask_as_text
 from mpi4dl.datasets.samples import Sample
 from mpi4dl.datasets.slides.masks import annotation_path
-from mpi4dl.datasets.slides.slide import Corner, Resolution, Slide, SlideWindow, open_slide
+from mpi4dl.datasets.slides.slide import Corner, Resolution, Slide, open_slide, window
 
 CHANNELS, OME = 3, ".ome.tif"
 
@@ -50,7 +50,7 @@ class SlideTargets:
         return StoredPicture(path, found, CHANNELS, self.values)
 
     def window(self, label: StoredPicture, corner: Corner, size: tuple[int, ...]) -> StoredPicture:
-        return StoredPicture(label.path, SlideWindow(label, corner, size), CHANNELS, self.values)
+        return StoredPicture(label.path, window(label, corner, size), CHANNELS, self.values)
 
     def as_text(self, index: int, name: str) -> str:
         """The target of a slide, called `name` in the table."""
