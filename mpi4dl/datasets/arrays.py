@@ -2,8 +2,6 @@
 
 import hashlib
 import pickle
-import zipfile
-import zlib
 from functools import reduce
 from math import cos, pi, sin
 from pathlib import Path
@@ -13,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpi4dl._files import open_regular
-from mpi4dl.datasets.base import DatasetError, Image, Pixels, Whole, WholeImage, unit_values
+from mpi4dl.datasets.base import DatasetError, Image, Pixels, Whole, WholeImage, blaming, unit_values
 from mpi4dl.datasets.colour import bytes_of
 from mpi4dl.datasets.files import check_unpacked
 from mpi4dl.datasets.listed import text_of
@@ -91,20 +89,16 @@ def load_npz(path: Path, num_axes: int = 2) -> tuple[ArrayDataset, ArrayDataset 
 
 
 def _arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
-    try:
-        # NumPy leaves a damaged file open where it opened it itself.
-        with open_regular(path) as stream, np.load(stream, allow_pickle=False) as file:
-            names = [name for name in file.files if name in _NAMES]
-            check_unpacked(path, file, names)
-            return {name: file[name] for name in names}
-    except FileNotFoundError as error:
-        raise DatasetError(f"{path}: no such file; {NPZ_LAYOUT}") from error
-    except DatasetError:
-        raise
-    except MemoryError as error:
-        raise DatasetError(f"{path}: needs more memory than there is: it is damaged, or too large") from error
-    except (OSError, ValueError, EOFError, KeyError, TypeError, zlib.error, zipfile.BadZipFile) as error:
-        raise DatasetError(f"{path}: is no readable .npz file, it is damaged or something else: {error}") from error
+    if not path.exists():
+        raise DatasetError(f"{path}: no such file; {NPZ_LAYOUT}")
+    with (
+        blaming(path, "is no readable .npz file, it is damaged or something else"),
+        open_regular(path) as stream,  # NumPy leaves a damaged file open where it opened it itself
+        np.load(stream, allow_pickle=False) as file,
+    ):
+        names = [name for name in file.files if name in _NAMES]
+        check_unpacked(path, file, names)
+        return {name: file[name] for name in names}
 
 
 def _images(path: Path, name: str, images: npt.NDArray[Any], num_axes: int) -> npt.NDArray[Any]:
@@ -198,13 +192,10 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 def _load(file: Path, *keys: bytes) -> dict[bytes, Any]:
-    try:
-        with open_regular(file) as stream:
-            content = _ArraysOnly(stream, encoding="bytes").load()
-    except FileNotFoundError as error:
-        raise DatasetError(f"{file}: no such file, although CIFAR has it: unpack the archive again") from error
-    except Exception as error:  # a damaged pickle makes the unpickler stumble in many ways
-        raise DatasetError(f"{file}: is no readable CIFAR batch: {error}") from error
+    if not file.exists():
+        raise DatasetError(f"{file}: no such file, although CIFAR has it: unpack the archive again")
+    with blaming(file, "is no readable CIFAR batch"), open_regular(file) as stream:
+        content = _ArraysOnly(stream, encoding="bytes").load()
     missing = [key.decode() for key in keys if not isinstance(content, dict) or key not in content]
     if missing:
         raise DatasetError(f"{file}: has no {', '.join(missing)}, as CIFAR's files have: unpack the archive again")

@@ -7,8 +7,8 @@ import io
 import os
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -20,7 +20,7 @@ import PIL.Image
 from mpi4dl._files import open_regular
 from mpi4dl._wording import counted, mebibytes
 from mpi4dl.datasets import tiff
-from mpi4dl.datasets.base import BadImage, DatasetError, FunctionImage, Image, Pixels, Values, package, unit_values
+from mpi4dl.datasets.base import BadImage, FunctionImage, Image, Pixels, Values, blaming, package, unit_values
 from mpi4dl.datasets.colour import TAG, WHITE, in_strips, rgb_of_pillow, upright
 from mpi4dl.datasets.reader_process import OpenSlideLevel, open_with_openslide
 from mpi4dl.datasets.tiff import Unsupported
@@ -169,26 +169,6 @@ def check_unpacked(path: Path, archive: Any, names: Collection[str]) -> None:
 
 def _memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-@contextmanager
-def blaming(path: Path) -> Iterator[None]:
-    """Whatever goes wrong in here becomes a `BadImage` of this file, but for what is no fault of its.
-
-    Readers and codecs stumble over damaged bytes in every way that there is: OSError, SyntaxError, struct.error,
-    ZeroDivisionError, MemoryError for a size that nothing has, RecursionError, and errors of their own.
-    """
-    try:
-        yield
-    except DatasetError:
-        raise
-    except MemoryError as error:
-        raise BadImage(path, "needs more memory than there is: it is damaged, or too large") from error
-    except OSError as error:
-        reason = f"cannot be read: {error.strerror}" if error.strerror else f"cannot be decoded: {error}"
-        raise BadImage(path, reason) from error
-    except Exception as error:
-        raise BadImage(path, f"cannot be decoded: {str(error) or type(error).__name__}") from error
 
 
 # Inputs and targets of a model that makes images out of images, and rasters of several bands, keep their channels and

@@ -10,9 +10,9 @@ import PIL.Image
 
 from mpi4dl._files import open_regular
 from mpi4dl.datasets import tiff
-from mpi4dl.datasets.base import IGNORED, BadImage, FunctionImage, Image
+from mpi4dl.datasets.base import IGNORED, BadImage, FunctionImage, Image, blaming
 from mpi4dl.datasets.colour import TAG, upright
-from mpi4dl.datasets.files import ZARR_SUFFIXES, blaming, decoded, is_zarr
+from mpi4dl.datasets.files import ZARR_SUFFIXES, decoded, is_zarr
 from mpi4dl.datasets.volumes import VOLUME_SUFFIXES, open_volume
 from mpi4dl.geometry import Interval
 

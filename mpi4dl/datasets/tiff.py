@@ -23,7 +23,7 @@ import numpy.typing as npt
 import PIL.Image
 
 from mpi4dl._wording import counted
-from mpi4dl.datasets.base import BadImage, DatasetError, FunctionImage, Image, Pixels, package
+from mpi4dl.datasets.base import BadImage, DatasetError, FunctionImage, Image, Pixels, blaming, package
 from mpi4dl.datasets.colour import TAG, WHITE, bytes_of, rgb_of, upright
 from mpi4dl.datasets.reader_process import ask, has_openslide, needs_openslide
 from mpi4dl.geometry import Interval, ceil_div
@@ -41,7 +41,7 @@ _PREMULTIPLIED, _STRAIGHT = 1, 2
 Samples = npt.NDArray[Any]
 
 
-class Unsupported(Exception):
+class Unsupported(DatasetError):
     """The TIFF file is stored in a way that is left to Pillow, which decodes it whole."""
 
 
@@ -208,13 +208,9 @@ def _opened_as(kind: "Callable[..., _Tiff]", path: Path) -> "tuple[Image, Any, I
 def opened(path: Path) -> Iterator[Any]:
     """A file by tifffile. What goes wrong in here is raised as BadImage, DatasetError or Unsupported."""
     tifffile = package("tifffile", f"{path}: reading TIFF", "tifffile", "imagecodecs")
-    try:
-        with tifffile.TiffFile(path, _multifile=False) as file:
-            yield file
-    except (DatasetError, Unsupported):
-        raise
-    except Exception as error:  # a damaged header makes the parser stumble in many ways
-        raise BadImage(path, f"has no readable TIFF header, it is truncated or damaged: {error}") from error
+    told = "has no readable TIFF header, it is truncated or damaged"
+    with blaming(path, told), tifffile.TiffFile(path, _multifile=False) as file:
+        yield file
 
 
 class PageFacts(NamedTuple):
@@ -403,12 +399,8 @@ def samples_of(path: Path, page: Any, descriptor: int) -> Samples:
         for index, (offset, num_bytes) in enumerate(zip(page.dataoffsets, page.databytecounts, strict=True)):
             data = os.pread(descriptor, num_bytes, offset)
             elsewhere |= not _is_measured(path, index, data, (down, prod(across)))
-    try:
+    with blaming(path, "has a page that cannot be decoded"):
         return _elsewhere(path, page) if elsewhere else page.asarray()
-    except BadImage:
-        raise
-    except Exception as error:  # each codec has its own kinds of error
-        raise BadImage(path, f"has a page that cannot be decoded: {error}") from error
 
 
 def _elsewhere(path: Path, page: Any, index: int | None = None) -> Samples:
@@ -512,11 +504,8 @@ class _Tiff:
         sides = self._tile_height, self._tile_width
         if self._elsewhere or (self._pictures and not _is_measured(self._path, index, data, sides)):
             return _elsewhere(self._path, page, index)[0, rows]
-        try:
-            samples = self._decode(data, index, jpegtables=self._jpegtables)[0]
-        except Exception as error:  # each codec has its own kinds of error for bytes that it cannot decode
-            raise BadImage(self._path, f"tile {index} cannot be decoded: {error}") from error
-        return samples[0, rows]
+        with blaming(self._path, f"tile {index} cannot be decoded"):
+            return self._decode(data, index, jpegtables=self._jpegtables)[0][0, rows]
 
 
 class _Indices(_Tiff):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl.datasets.base import BadImage, package
+from mpi4dl.datasets.base import BadImage, blaming, package
 from mpi4dl.datasets.tiff import chosen_bands
 from mpi4dl.geometry import Interval
 
@@ -67,10 +67,8 @@ class ZarrImage:
 
     def __init__(self, path: Path, bands: Sequence[int] = ()) -> None:
         zarr = package("zarr", f"{path}: reading Zarr", "mpi4dl[zarr]")
-        try:
+        with blaming(path, "has no readable metadata of Zarr"):
             found = zarr.open(store=path, mode="r")
-        except Exception as error:  # damaged metadata makes it stumble in many ways
-            raise BadImage(path, f"has no readable metadata of Zarr: {error}") from error
         if isinstance(found, zarr.Group):
             array, named = _of_group(path, found)
             names: list[str] | None = named

@@ -19,8 +19,8 @@ from typing import Any
 
 from mpi4dl._files import open_regular
 from mpi4dl._wording import counted, some
-from mpi4dl.datasets.base import BadImage, package
-from mpi4dl.datasets.files import DICOM, blaming
+from mpi4dl.datasets.base import BadImage, blaming, package
+from mpi4dl.datasets.files import DICOM
 from mpi4dl.datasets.listed import files_at
 from mpi4dl.geometry import ceil_div
 

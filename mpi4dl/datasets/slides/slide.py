@@ -24,8 +24,8 @@ import numpy.typing as npt
 from mpi4dl._files import open_regular
 from mpi4dl._wording import counted, some
 from mpi4dl.datasets import tiff
-from mpi4dl.datasets.base import BadImage, FunctionImage, Image, Pixels
-from mpi4dl.datasets.files import SLIDE_SUFFIXES, blaming, is_dicom, open_image
+from mpi4dl.datasets.base import BadImage, FunctionImage, Image, Pixels, blaming
+from mpi4dl.datasets.files import SLIDE_SUFFIXES, is_dicom, open_image
 from mpi4dl.datasets.reader_process import OpenSlideLevel, has_openslide, open_with_openslide, vendor_of
 from mpi4dl.datasets.slides import dicom
 from mpi4dl.datasets.stains import Recolour
@@ -258,11 +258,9 @@ class Slide:
             return None
         import PIL.ImageCms
 
-        try:
+        with blaming(self.file.path, "has an ICC profile that cannot be used"):
             source = PIL.ImageCms.getOpenProfile(io.BytesIO(self.file.profile))
             return PIL.ImageCms.buildTransform(source, PIL.ImageCms.createProfile("sRGB"), "RGB", "RGB")
-        except (PIL.ImageCms.PyCMSError, OSError, TypeError, ValueError) as error:
-            raise BadImage(self.file.path, f"has an ICC profile that cannot be used: {error}") from error
 
 
 def window(image: Image, corner: Corner, size: tuple[int, ...], outside: int | None = None) -> Image:
