@@ -9,7 +9,7 @@ Slices are in the order of their places along the normal of the image plane (DIC
 units that RescaleSlope and RescaleIntercept, or a Modality LUT, give, such as Hounsfield units.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -42,24 +42,19 @@ class NoSlice(BadImage):
     """A DICOM file of something else."""
 
 
-def grouped(paths: Sequence[Path]) -> Iterator[tuple[Path, Sequence[Path], bool]]:
-    """The volumes among DICOM files: the first file of each, all its files, and whether it is alone in its folder.
+def grouped(paths: Sequence[Path]) -> Sequence[Sequence[Path]]:
+    """The files of each volume among the DICOM files of a folder.
 
     Files that cannot be read are volumes of their own, which opening them will say. Raises DatasetError without
     pydicom.
     """
-    folders: dict[Path, list[Path]] = {}
-    for path in sorted(paths):
-        folders.setdefault(path.parent, []).append(path)
-    for inside in folders.values():
-        series: dict[str, list[Path]] = {}
-        for path in inside:
-            try:
-                series.setdefault(_slice(path).series, []).append(path)
-            except BadImage:
-                series.setdefault(str(path), []).append(path)
-        for files in series.values():
-            yield files[0], files, len(series) == 1
+    series: dict[str, list[Path]] = {}
+    for path in paths:
+        try:
+            series.setdefault(_slice(path).series, []).append(path)
+        except BadImage:
+            series.setdefault(str(path), []).append(path)
+    return [*series.values()]
 
 
 def open_series(path: Path) -> Opened:

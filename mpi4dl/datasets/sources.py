@@ -41,6 +41,7 @@ from mpi4dl.datasets.samples import (
     SampleTable,
     patients_of,
     read_samples,
+    require_annotations,
     without_suffix,
 )
 from mpi4dl.datasets.split import Named, Subset, fold_table, split, split_rows
@@ -264,12 +265,7 @@ class PairedFiles(SampleFiles):
         self, source: Path, root: Path, table: SampleTable, kind: FileKind = PICTURES, channels: Channels = "rgb"
     ) -> None:
         super().__init__(source, root, table, kind, channels)
-        bare = next((row for row in table.rows if row.annotation is None), None)
-        if bare is not None:
-            noun = files_of(table.task)
-            raise DatasetError(
-                f"{source}, line {bare.line}: {bare.name} has no {noun}: name one, or leave the line out"
-            )
+        require_annotations(source, table.rows, files_of(table.task))
         beside = source.parent if source.is_file() else root
         names = [str(row.annotation).replace("\\", "/") for row in table.rows]
         base = beside if (beside / names[0]).is_file() else root

@@ -453,6 +453,8 @@ class _Tiff:
         """The value of missing pixels, and a function that makes pixels of samples (rows, columns, samples)."""
         try:
             return np.full(3, WHITE, np.uint8), colouring(self._pages[0], len(self._pages), ome)
+        except Unsupported:
+            raise
         except ValueError as error:
             raise BadImage(self._path, str(error)) from error
 

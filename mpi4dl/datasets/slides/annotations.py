@@ -85,16 +85,16 @@ def read_annotations(path: Path) -> Annotations:
         with open_regular(path) as file:
             packed: Any = gzip.GzipFile(fileobj=file) if path.name.lower().endswith(".gz") else file
             content = read_at_most(packed, MOST_BYTES)
+        if len(content) > MOST_BYTES:
+            most = MOST_BYTES >> 20
+            raise BadImage(path, f"has more than {most} MiB of annotations: leave out detections, or simplify it")
+        if not content.strip():
+            raise BadImage(path, "is empty")
         try:
-            if len(content) > MOST_BYTES:
-                raise _Wrong(
-                    f"has more than {MOST_BYTES >> 20} MiB of annotations: leave out detections, or simplify it"
-                )
-            if not content.strip():
-                raise _Wrong("is empty")
             return Annotations(path, tuple(read(content)))
-        except _Wrong as error:
-            raise BadImage(path, str(error)) from error
+        except (_Wrong, RecursionError) as error:
+            deep = "cannot be read as annotations: it is nested too deeply"
+            raise BadImage(path, str(error) if isinstance(error, _Wrong) else deep) from error
 
 
 class _Wrong(ValueError):

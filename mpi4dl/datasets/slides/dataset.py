@@ -15,7 +15,7 @@ import numpy.typing as npt
 from mpi4dl._wording import counted, some
 from mpi4dl.datasets.base import BadImage, DatasetError, LastMade, Pixels, printable
 from mpi4dl.datasets.kinds import SLIDES
-from mpi4dl.datasets.listed import ListedFiles
+from mpi4dl.datasets.listed import ListedFiles, mask_as_text
 from mpi4dl.datasets.samples import COVARIATES, read_samples
 from mpi4dl.datasets.slides.masks import MaskOptions, SlideMasks, Tell, quietly
 from mpi4dl.datasets.slides.slide import SAME_MPP, Cells, Resolution, Slide, SlideFile, open_slide
@@ -107,8 +107,10 @@ class SlideFolder(SampleFiles):
         return ({} if mpp is None else {"mpp": mpp}) | ({COVARIATES: covariates} if covariates else {})
 
     def mask_as_text(self, index: int) -> str | None:
-        annotation = self.rows[index].annotation
-        return None if self.pixels is None or annotation is None else self.pixels.as_text(index, annotation)
+        annotation, pixels = self.rows[index].annotation, self.pixels
+        if pixels is None or annotation is None:
+            return None
+        return mask_as_text(annotation, pixels.files, pixels.places[index])
 
     def image(self, index: int) -> Slide:
         """A slide, its header read and its pixels not; the headers of the last ones are kept.
