@@ -173,12 +173,6 @@ def test_what_is_encoded_is_decoded_again(bpe: BPETokenizer, text: str) -> None:
         assert not len(tokens) or tokens.max() < tokenizer.end == tokenizer.vocabulary - 1
 
 
-@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-def test_the_texts_of_these_tests_are_decoded_again(bpe: BPETokenizer, text: str) -> None:
-    for tokenizer in (ByteTokenizer(), bpe):
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
 def test_bytes_are_their_own_tokens() -> None:
     assert ByteTokenizer().encode("aä").tolist() == [97, 0xC3, 0xA4]
     assert ByteTokenizer().decode([97, 0xC3]) == "a\ufffd"
@@ -392,18 +386,6 @@ def test_a_killed_writer_leaves_nothing_that_is_believed(folder: Path, tmp_path:
 def test_a_folder_that_cannot_be_written_is_named(folder: Path) -> None:
     with pytest.raises(DatasetError, match=r"a.txt/tokens-.*npy: cannot be written: "):
         encode_corpus(find_documents(folder), ByteTokenizer(), folder / "a.txt")
-
-
-def test_targets_are_the_next_tokens_also_across_documents(tmp_path: Path) -> None:
-    stream = TokenStream(encoded(tmp_path, {"a.txt": "abcd", "b.txt": "", "c.txt": "efg"}))
-    dataset = TokenDataset(stream, 4)
-    end = 256
-    # a b c d . | . | e f g .      the first token is no target, and the last one no input
-    assert len(dataset) == 2
-    first, second = dataset.read(0), dataset.read(1)
-    assert [x.tolist() for x in first] == [[97, 98, 99, 100], [98, 99, 100, end], [0, 0, 0, 0]]
-    assert [x.tolist() for x in second] == [[end, end, 101, 102], [end, 101, 102, 103], [0, 1, 2, 2]]
-    assert {x.dtype for x in first} == {np.dtype(np.int64)}
 
 
 def test_every_token_but_the_first_is_a_target_once(tmp_path: Path) -> None:
