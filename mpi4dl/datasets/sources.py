@@ -44,7 +44,7 @@ from mpi4dl.datasets.samples import (
     require_annotations,
     without_suffix,
 )
-from mpi4dl.datasets.split import Named, Subset, fold_table, split, split_rows
+from mpi4dl.datasets.split import Named, Subset, split, split_rows
 from mpi4dl.datasets.table import require_apart
 
 
@@ -82,11 +82,6 @@ class SampleFiles(ListedFiles):
     def tells_patients(self) -> bool:
         """Whether samples are of patients, rather than each its own."""
         return self.kind.tells_patients or any(row.patient != row.name for row in self.rows)
-
-    @property
-    def has_folds(self) -> bool:
-        """Whether samples are in folds."""
-        return any(row.fold is not None for row in self.rows)
 
     def label_as_text(self, index: int) -> str | None:
         """What is to be learnt of a sample, with the microns per pixel and the weight that the table says."""
@@ -139,10 +134,6 @@ class SampleFiles(ListedFiles):
         """What was taken for what in the table."""
         taken = [f"{role} = {column}" for role, column in self.columns.items()]
         return (f"columns of the {self.kind.nouns}: {some(taken, len(taken))}",) if taken else ()
-
-    def folds_as_text(self) -> str:
-        """The fold of each sample, and which are for tests, as a table that `read_split_file` reads."""
-        return fold_table(self.rows)
 
 
 _TRAIN_VAL = ("train", "val")

@@ -214,17 +214,10 @@ def split_patients(
     `fraction` of the patients validate, rounded to a whole number, halves up. Strata share them by the method of the
     largest remainder. Each stratum of two patients or more has one on each side, which goes before the exact total.
 
-    Args:
-        patients: the patient of each sample.
-        strata: the stratum of each sample, as of `strata_of`. A patient with several belongs to the most frequent, and
-            of equally frequent ones to the highest.
-        fraction: the share of patients that validate, in (0, 1).
-        seed: decides which patients, with their names.
-        known: of patients, or of samples, whether they validated before. They stay there, and new patients bring each
-            stratum as near to its share as they can.
-        names: the name of each sample, if `known` has names of samples.
-        validates: whether something validates: else one patient is enough, who trains.
-        noun: what is split, for messages.
+    A patient with samples of several strata belongs to the most frequent, and of equally frequent ones to the highest.
+    `known` says of patients, or of samples by their `names`, whether they validated before. They stay there, and new
+    patients bring each stratum as near to its share as they can. Where nothing `validates` one patient is enough, who
+    trains. `noun` is what is split, for messages.
 
     Raises:
         DatasetError: a fraction outside (0, 1), fewer than two patients, a patient on both sides in `known`, or
@@ -311,17 +304,9 @@ def split_rows(
     """The samples with their part (train, val, test, or nothing if it is left out) and fold, and remarks on them.
 
     A split file decides, or else the table's columns, `folds`, or `fraction`, in this order. With `folds` samples for
-    tests stay apart, and the others of `fold` validate.
-
-    Args:
-        rows: the samples, as a table has them.
-        task, classes: what the labels are for, and the names of classes.
-        fraction, seed, known: as in `split_patients`; `known` has paths of samples.
-        folds, fold: how many folds there are, and which one validates.
-        split_file: a file as of `read_split_file`, in place of the table's columns.
-        of_fold: the split file is that of `fold`, and has no other.
-        validates: whether something validates: else there may be nothing for it.
-        table, kind: where the samples are from and what they are, for messages.
+    tests stay apart, and the others of `fold` validate; by `of_fold` the split file is that of `fold` alone. `known` is
+    as in `split_patients`, of paths of samples. Where nothing `validates` there may be nothing for it. `table` and
+    `kind` are for messages.
 
     Raises:
         DatasetError: a patient in two parts, which names both samples; a file and folds that do not go together.

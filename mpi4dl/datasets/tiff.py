@@ -422,23 +422,20 @@ class _Tiff:
         self._decode, self._jpegtables = first.decode, first.jpegtables
         self._elsewhere, self._pictures = (int(first.compression) in kinds for kinds in (UNMEASURED, PICTURES))
         self.blank, self._colour = self._meaning(ome)
-        self.height: int = first.imagelength
-        self.width: int = first.imagewidth
-        self._tile_height: int = first.tilelength if first.is_tiled else min(first.rowsperstrip, self.height)
-        self._tile_width: int = first.tilewidth if first.is_tiled else self.width
-        self.size = self.height, self.width
-        sides = (self.height, self.width, self._tile_height, self._tile_width)
-        if min(sides) < 1 or first.imagedepth != 1:
-            raise BadImage(path, f"has {self.height} x {self.width} x {first.imagedepth} pixels: it is damaged")
-        if self._tile_height * self._tile_width > MOST_PIXELS_AT_ONCE:
-            what = f"{self._tile_height} x {self._tile_width} pixels that must be decoded at once"
+        height, width = self.size = first.imagelength, first.imagewidth
+        down, across = self._sides = (
+            (first.tilelength, first.tilewidth) if first.is_tiled else (min(first.rowsperstrip, height), width)
+        )
+        if min(height, width, down, across) < 1 or first.imagedepth != 1:
+            raise BadImage(path, f"has {height} x {width} x {first.imagedepth} pixels: it is damaged")
+        if down * across > MOST_PIXELS_AT_ONCE:
+            what = f"{down} x {across} pixels that must be decoded at once"
             raise BadImage(path, f"stores {what}, which is too many: convert it to a TIFF of small tiles")
-        self._tiles_down = ceil_div(self.height, self._tile_height)
-        self._tiles_across = ceil_div(self.width, self._tile_width)
+        self._tiles_down, self._tiles_across = ceil_div(height, down), ceil_div(width, across)
         self._planes = first.samplesperpixel if first.planarconfig == 2 else 1
         self._read = [*product(pages, range(self._planes))]  # in this order
         # Where rows lie in the file as they are, those that a box needs are read alone.
-        self._row_shape = (self._tile_width, first.samplesperpixel // self._planes)
+        self._row_shape = (across, first.samplesperpixel // self._planes)
         formats = np.unique(first.tags.valueof("SampleFormat", _UNSIGNED)).tolist()
         stored = (first.compression, first.predictor, first.fillorder, first.bitspersample, formats)
         self._plain_rows = stored == (_UNCOMPRESSED, 1, 1, 8, [_UNSIGNED])
@@ -463,7 +460,7 @@ class _Tiff:
         pixels = np.empty((rows.length, cols.length, *self.blank.shape), self.blank.dtype)
         if not pixels.size:
             return pixels
-        spans = map(_spans, space, (self._tile_height, self._tile_width))
+        spans = map(_spans, space, self._sides)
         descriptor = os.open(self._path, os.O_RDONLY)
         try:
             for (down, inner_rows, outer_rows), (across, inner_cols, outer_cols) in product(*spans):
@@ -498,13 +495,12 @@ class _Tiff:
         left = max(0, os.fstat(descriptor).st_size - offset)
         if left < num_bytes:
             raise BadImage(self._path, f"is truncated: tile {index} has {left} of {num_bytes} bytes")
-        if self._plain_rows and num_bytes >= self._tile_height * row_bytes:
+        if self._plain_rows and num_bytes >= self._sides[0] * row_bytes:
             count = rows.stop - rows.start
             data = os.pread(descriptor, count * row_bytes, offset + rows.start * row_bytes)
             return np.frombuffer(data, np.uint8).reshape(count, *self._row_shape)
         data = os.pread(descriptor, num_bytes, offset)
-        sides = self._tile_height, self._tile_width
-        if self._elsewhere or (self._pictures and not _is_measured(self._path, index, data, sides)):
+        if self._elsewhere or (self._pictures and not _is_measured(self._path, index, data, self._sides)):
             return _elsewhere(self._path, page, index)[0, rows]
         with blaming(self._path, f"tile {index} cannot be decoded"):
             return self._decode(data, index, jpegtables=self._jpegtables)[0][0, rows]

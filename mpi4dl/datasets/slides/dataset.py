@@ -125,9 +125,9 @@ class SlideFolder(SampleFiles):
         if row.mpp is not None:  # the table knows better than the option for all
             resolution = Resolution(resolution.mpp, resolution.magnification, resolution.level, row.mpp)
         found = open_slide(self.checked(index), resolution)
-        if self.options.stains is not None:
-            found = found.recoloured(partial(self._recoloured, index))
-        return found.on_white(partial(self._cells_of, index)) if self.options.white_background else found
+        cells_of = partial(self._cells_of, index) if self.options.white_background else None
+        recolour = None if self.options.stains is None else partial(self._recoloured, index)
+        return Slide(found.file, found.downsample, resolution.assumed_mpp, cells_of, recolour)
 
     def _cells_of(self, index: int, slide: Slide) -> Cells:
         """The cells of a slide that are not white, which are found once. Raises BadImage if there are none."""

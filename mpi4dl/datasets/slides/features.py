@@ -151,12 +151,10 @@ class Bag:
             max(1, int(_positive(self.attributes.get(f"level0_{name}")) or most + side))
             for name, most in zip(("width", "height"), self.coords.max(0), strict=True)
         )
-        levels: list[Level] = []
-        downsample = 1
-        while not levels or max(width, height) >= downsample:
-            sides = ceil_div(height, downsample), ceil_div(width, downsample)
-            levels.append(Level(WholeImage(np.broadcast_to(np.uint8(255), (*sides, 3))), float(downsample)))
-            downsample *= 2
+        steps = [1 << number for number in range(max(width, height).bit_length())]
+        sides = [(ceil_div(height, step), ceil_div(width, step), 3) for step in steps]
+        white = [WholeImage(np.broadcast_to(np.uint8(255), each)) for each in sides]
+        levels = map(Level, white, map(float, steps))
         mpp, power = (_positive(self.attributes.get(f"level0_{name}")) for name in ("mpp", "magnification"))
         found = plausible_mpp(mpp or (MPP_AT_1X / power if power else None))
         told: Any = self.attributes.get("level0_aspect")

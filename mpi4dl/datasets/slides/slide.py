@@ -157,6 +157,9 @@ class Resolution:
 class Slide:
     """A slide at one resolution, of which any box can be read; it keeps no open file.
 
+    It is white in cells of `CELL_PX` x `CELL_PX` px where `cells_of` (rows, columns) is False, and `recolour` makes
+    other pixels of its pixels, each by itself.
+
     Attributes:
         size: (height, width) in pixels of this resolution, of what the scanner scanned.
         downsample: the resolution of level 0 over this one.
@@ -225,14 +228,6 @@ class Slide:
 
             image = PIL.Image.fromarray(np.ascontiguousarray(pixels))
             return np.asarray(PIL.ImageCms.applyTransform(image, self._colours))
-
-    def on_white(self, cells_of: "Callable[[Slide], Cells]") -> "Slide":
-        """The same slide, white in cells of `CELL_PX` x `CELL_PX` px where `cells_of` (rows, columns) is False."""
-        return Slide(self.file, self.downsample, self._assumed, cells_of, self._recolour)
-
-    def recoloured(self, recolour: Recolour) -> "Slide":
-        """The same slide, whose pixels become others, each by itself."""
-        return Slide(self.file, self.downsample, self._assumed, self._cells_of, recolour)
 
     def at(self, downsample: float) -> "Slide":
         """The slide as it was scanned at another resolution."""
