@@ -216,7 +216,7 @@ def summarise(options: Options, found: list[Contestant]) -> list[dict[str, Any]]
     for each in found:
         outputs = each.answers[0]["outputs"]
         if abs(outputs - expected) > 1e-4 * abs(expected):
-            raise SystemExit(f"{each.label} on {each.ranks} ranks made {outputs}, one process {expected}")
+            raise SystemExit(f"{each.name} on {each.ranks} ranks made {outputs}, one process {expected}")
         tensor = next((o for o in found if o.name == TENSOR and o.ranks == each.ranks), each)
         row: dict[str, Any] = {"name": each.name if each.ranks > 1 else "one process", "ranks": each.ranks}
         row |= {key: each.answers[-1][key] / options.tokens for key in ("bytes", "formula", "leaving")}

@@ -25,7 +25,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.common import options as declared
-from benchmarks.common.allocators import ALLOCATORS, use_allocator, with_each
 from benchmarks.common.charts import OTHERS, PEERS, THIRD, Bars, bars
 from benchmarks.common.charts import PLAIN as GREY
 from benchmarks.common.options import Option, Options, listed
@@ -73,8 +72,6 @@ OPTIONS = (
     declared.count("--size", 128, "height and width of the images, in pixels"),
     declared.batch_size(16),
     declared.count("--microbatches", 8, "of a batch"),
-    ALLOCATORS,
-    declared.AGE,
     declared.steps(2),
     declared.rounds(7),
 )
@@ -330,11 +327,12 @@ def work(options: Options) -> None:
     import torch
 
     from benchmarks.common.meter import Meter
+    from mpi4dl._memory import keep_freed_memory
     from mpi4dl.comm import world
 
     model, ranks, told, counts = options.worker
     task = Task.of(options, model)
-    use_allocator()
+    keep_freed_memory()
     torch.set_num_threads(1)
     if told is None:
         answer_turns(lambda: references(options, task, ranks))
@@ -349,9 +347,6 @@ def work(options: Options) -> None:
             loss = step()
             if len(shares) < CHECKED_STEPS:
                 shares.append(loss)
-
-        for _ in range(options.age):
-            recorded()
 
         def turn() -> dict[str, Any]:
             found = meter.measure(recorded, options.steps)
@@ -374,17 +369,14 @@ def references(options: Options, task: Task, ranks: int) -> dict[str, Any]:
 def compete(options: Options, model: str, ranks: int) -> tuple[dict[str, list[float]], list[Contestant]]:
     """The losses of plain loops, and all contestants after their turns."""
     found = measure_once(options.contestant("references", 1, (model, ranks, None, None)))
-    contestants = with_each(
-        (
-            options.contestant(
-                str(contest),
-                1 if contest == PLAIN else ranks,
-                (model, ranks, contest, found["counts"][str(num_stages(contest, ranks))]),
-            )
-            for contest in contests(options)
-        ),
-        options.allocators,
-    )
+    contestants = [
+        options.contestant(
+            str(contest),
+            1 if contest == PLAIN else ranks,
+            (model, ranks, contest, found["counts"][str(num_stages(contest, ranks))]),
+        )
+        for contest in contests(options)
+    ]
     print(f"{model}, {ranks} ranks: {len(contestants)} contestants", file=sys.stderr)
     take_turns(contestants, options.rounds)
     return found["losses"], contestants
@@ -421,19 +413,19 @@ def summarise(
     from benchmarks.common.ranks import difference
 
     of = {str(contest): contest for contest in contests(options)}
+    named = {contestant.name: contestant for contestant in contestants}
     rows = []
     for contestant in contestants:
-        contest, alike = of[contestant.name], {c.name: c for c in contestants if c.allocator == contestant.allocator}
+        contest = of[contestant.name]
         last = contestant.answers[-1]
         expected = losses[str(reference_of(contest, ranks, options.microbatches))]
         wrong = difference(last["losses"], expected, TOLERANCE)
         row: dict[str, Any] = {
             "model": model,
             "job_ranks": ranks,
-            "name": contestant.label,
+            "name": contestant.name,
             "method": contest.method,
             "side": contest.side,
-            "allocator": contestant.allocator or options.allocators,
             "ranks": contestant.ranks,
             "wrong": wrong,
             "losses": last["losses"],
@@ -444,9 +436,9 @@ def summarise(
         }
         for key in ("cpu_seconds", "work_seconds", "idle_seconds"):
             row[key] = median(contestant.of(key)) / options.steps
-        rivals, peer = {"over_plain": alike[str(PLAIN)]}, alike.get(f"{contest.method}, {GLOO}")
+        rivals, peer = {"over_plain": named[str(PLAIN)]}, named.get(f"{contest.method}, {GLOO}")
         if peer is not None and contest.side != GLOO and wrong is None:
-            row["peer"], rivals["over_peer"] = peer.label, peer
+            row["peer"], rivals["over_peer"] = peer.name, peer
         for name, rival in rivals.items():
             row |= contestant.over(rival, **{f"{name}_{key}": key for key in COMPARED})
         rows.append(row)

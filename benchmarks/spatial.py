@@ -5,9 +5,7 @@
 
 Each grid is a job; they and plain PyTorch in one process take turns. Memory is the peak of the process (of a rank: the
 largest), weights, gradients and all, above one that has imported everything; CPU time and work are those of
-`benchmarks.common.meter`. The memory that a user sees after some steps, and with other allocators:
-
-    python -m benchmarks run spatial --allocators default,keep,tcmalloc,jemalloc --age 50
+`benchmarks.common.meter`. All keep freed memory, as the training command does.
 """
 
 import math
@@ -15,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.common import options as declared
-from benchmarks.common.allocators import ALLOCATORS, use_allocator, with_each
 from benchmarks.common.charts import OTHERS, PLAIN, Bars, bars
 from benchmarks.common.options import GRID, Option, Options
 from benchmarks.common.report import NAME, RANKS, publish
@@ -32,8 +29,6 @@ OPTIONS = (
     declared.CORES,
     declared.steps(1),
     declared.rounds(7),
-    ALLOCATORS,
-    declared.AGE,
     declared.DEVICE,
 )
 QUICK = {"model": "small_resnet", "size": "64", "grids": "1x2", "rounds": 1}
@@ -46,7 +41,6 @@ COLUMNS = (
     Column("work s/image", "work_seconds_per_image", 2),
     mebibytes("peak MiB per rank", "peak_bytes"),
     Column("ratio", "memory_ratio", 3),
-    Column("over least", "memory_over_least", 3),
 )
 
 
@@ -86,18 +80,17 @@ def work(options: Options) -> None:
 
     from benchmarks.common.meter import Meter
     from benchmarks.common.ranks import image_turn
+    from mpi4dl._memory import keep_freed_memory
     from mpi4dl._torchvision import import_torchvision
     from mpi4dl.comm import world
 
     import_torchvision()
-    use_allocator()
+    keep_freed_memory()
     comm = world() if options.worker else None
     torch.set_num_threads(options.cores if comm is None else max(1, options.cores // comm.size))
     device = torch.device(options.device)
     meter = Meter(device, comm)
     step = plain_step(options, device) if comm is None else engine_step(options, device, comm)
-    for _ in range(options.age):
-        step()
     answer_turns(lambda: image_turn(meter, step, options.steps, options.batch_size), comm)
 
 
@@ -128,7 +121,7 @@ def engine_step(options: Options, device: Any, comm: Any) -> Callable[[], Any]:
 
 def run(options: Options) -> None:
     tiled = [options.contestant(str(grid), math.prod(grid), grid) for grid in options.grids]
-    contestants = with_each([options.contestant("plain", 1), *tiled], options.allocators)
+    contestants = [options.contestant("plain", 1), *tiled]
     take_turns(contestants, options.rounds)
     rows = [beside_plain(contestant, contestants) for contestant in contestants]
     size = " x ".join(map(str, size_of(options)))

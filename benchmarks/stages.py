@@ -12,9 +12,8 @@ also a wait for a core. With --sleep, stages sleep instead of computing, so that
 
 Memory is the peak of the largest rank above a process with all imports (`benchmarks.common.meter`, which also
 defines CPU time and work); activations are the bytes that autograd keeps at most, counted in a step that is not timed.
-For memory after some steps, with other allocators: --allocators default,keep,tcmalloc,jemalloc --age 50. The bubble is
-the share of a step for which ranks stand idle: measured, and simulated from the measured seconds of each stage. On a
-GPU, whose work the host does not wait for, there is none.
+The bubble is the share of a step for which ranks stand idle: measured, and simulated from the measured seconds of each
+stage. On a GPU, whose work the host does not wait for, there is none.
 """
 
 import sys
@@ -25,7 +24,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.common import options as declared
-from benchmarks.common.allocators import ALLOCATORS, use_allocator, with_each
 from benchmarks.common.charts import OTHERS, PLAIN, Bars, bars
 from benchmarks.common.options import GRID, Option, Options, listed
 from benchmarks.common.report import NAME, RANKS, save
@@ -70,12 +68,9 @@ OPTIONS = (
     declared.batch_size(8),
     declared.steps(2),
     declared.rounds(7),
-    ALLOCATORS,
-    declared.AGE,
     declared.CORES,
     declared.DEVICE,
     Option("--sleep", bool, False, "4 stages that sleep instead of --models"),
-    Option("--timeline", Path, None, "FILE.png: where to draw what ranks do in a step of the first PP"),
 )
 QUICK = {"models": "resnet_v2", "sizes": "64", "configurations": "SP+GEMS+PP", "rounds": 1, "steps": 1}
 PRESETS = {
@@ -98,7 +93,6 @@ COLUMNS = (
     Column("CPU s", "cpu_seconds_per_image", 2),
     mebibytes("peak MiB", "peak_bytes", 1),
     Column("ratio", "memory_ratio", 2),
-    Column("over least", "memory_over_least", 2),
     mebibytes("activations", "activation_bytes", 1),
     *BUBBLES,
 )
@@ -119,9 +113,6 @@ class Trainer(NamedTuple):
 
 
 def check(options: Options) -> str | None:
-    pipelined = any("PP" in name for name in options.configurations)
-    if options.timeline and not (options.timeline.suffix == ".png" and pipelined):
-        return "--timeline, --configurations: it draws a .png of the first PP"
     if options.sleep and cuts_images(options):
         return "--sleep, --configurations: stages that sleep have no tiles, omit SP"
     if any("GEMS" in name for name in options.configurations) and options.microbatches % 2:
@@ -205,11 +196,12 @@ def work(options: Options) -> None:
 
     from benchmarks.common.meter import ActivationMeter, Meter
     from benchmarks.common.ranks import image_turn
+    from mpi4dl._memory import keep_freed_memory
     from mpi4dl.comm import world
 
     model, size, name, cores = options.worker
     case, plan = Case(model, size), plans(options).get(name)
-    use_allocator()
+    keep_freed_memory()
     comm = None if plan is None else world()
     torch.set_num_threads(cores if comm is None else max(1, cores // comm.size))
     device = torch.device(options.device) if comm is None else comm.node.device(options.device)
@@ -218,8 +210,6 @@ def work(options: Options) -> None:
         trainer = plain_trainer(options, case, device)
     else:
         trainer = engine_trainer(options, case, device, plan, comm)
-    for _ in range(options.age):
-        trainer.step()
 
     def turn() -> dict[str, Any]:
         found = image_turn(meter, trainer.step, options.steps, options.batch_size)
@@ -299,8 +289,6 @@ def run(options: Options) -> None:
             print(problems[-1], file=sys.stderr)
         else:
             found = summarise(case, contestants, chosen, options.device)
-            if options.timeline and not rows:
-                draw_timeline(contestants, options.timeline)
             rows += found
             title = title_of(options, case.model, max(row["ranks"] for row in found))
             print(f"\n{title}, {case.size_px} px\n{table(found, COLUMNS)}", flush=True)
@@ -314,10 +302,7 @@ def run(options: Options) -> None:
 def compete(case: Case, chosen: "dict[str, Plan]", options: Options) -> list[Contestant]:
     """Plain PyTorch and all others after their turns."""
     jobs = {"plain": 1, **{name: plan.num_ranks for name, plan in chosen.items()}}
-    contestants = with_each(
-        [options.contestant(name, ranks, (*case, name, options.cores)) for name, ranks in jobs.items()],
-        options.allocators,
-    )
+    contestants = [options.contestant(name, ranks, (*case, name, options.cores)) for name, ranks in jobs.items()]
     print(f"{case.model}, {case.size_px} px: {len(contestants)} contestants", file=sys.stderr)
     take_turns(contestants, options.rounds)
     return contestants
@@ -353,7 +338,7 @@ def measured_costs(timelines: "Sequence[Simulation]", num_stages: int) -> "Costs
 def summarise(
     case: Case, contestants: list[Contestant], chosen: "dict[str, Plan]", device: str
 ) -> list[dict[str, Any]]:
-    """Medians over the rounds, and those of the ratios to plain PyTorch with the same allocator in the same round.
+    """Medians over the rounds, and those of the ratios to plain PyTorch in the same round.
 
     Bubbles are None without stages and on a GPU, and so are the activations of zero-bubble, which keeps values for
     later outside of autograd.
@@ -400,13 +385,3 @@ def draw(options: Options, rows: list[dict[str, Any]]) -> dict[str, Any]:
         title = title_of(options, model, max(row["ranks"] for row in its))
         figures["" if options.sleep else f"_{model}"] = bars(its, panels, title, colors, names)
     return figures
-
-
-def draw_timeline(contestants: list[Contestant], path: Path) -> None:
-    """Draw the last step of the first configuration with PP."""
-    from mpi4dl.parallel.tables.drawing import as_image
-
-    first = next(contestant for contestant in contestants if "PP" in contestant.name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    as_image(measured(first.answers[-1])).save(path)
-    print(f"timeline of {first.name}: {path}")

@@ -48,7 +48,7 @@ TRAIN = """
 EXPORT = """
 ## mpi4dl export
 
-    mpi4dl export RUN_OR_CHECKPOINT OUT
+    mpi4dl export RUN_OR_WEIGHTS OUT
 
 It writes weights for plain PyTorch and has no options. OUT ends in `.pt` or `.safetensors`. Of a run with `--ema` it
 takes the average.

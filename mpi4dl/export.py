@@ -12,7 +12,7 @@ from mpi4dl._files import Replacement
 from mpi4dl.options.command import CommandLine, LocalCommand
 from mpi4dl.options.declare import ConfigError
 
-USAGE = "RUN_OR_CHECKPOINT OUT"
+USAGE = "RUN_OR_WEIGHTS OUT"
 DESCRIPTION = "Write the weights of a run as a state_dict for plain PyTorch. No MPI needed."
 SUFFIXES = (".pt", ".safetensors")
 
@@ -25,9 +25,9 @@ class ExportConfig:
 def export(source: Path, out: Path) -> list[str]:
     """Write the state_dict of the newest whole checkpoint in `source`, or of a run without any, its weights.
 
-    Of a run with `ema` parameters are their average. Adapters are merged: the model is the plain one. Every value has
-    all of its names, and the file says what it is of. Returns what there is to say. Raises ValueError where there are
-    no weights, or only damaged ones, and OSError.
+    Of a run with `ema` parameters are their average. A file of weights, such as a run's best.safetensors, is taken as
+    it is. Adapters are merged: the model is the plain one. Every value has all of its names, and the file says what it
+    is of. Returns what there is to say. Raises OSError, and ValueError without weights, or with only damaged ones.
     """
     from collections import OrderedDict
 
@@ -39,16 +39,18 @@ def export(source: Path, out: Path) -> list[str]:
     from mpi4dl.checkpoints.weights import average_of, open_weights, weights_in, with_average, without_adapters
     from mpi4dl.parallel.replicas.buckets import Shard
     from mpi4dl.runs.description import FILE, Description, described_by
+    from mpi4dl.runs.folder import BEST
 
-    if not source.is_dir():
-        what = "is a file" if source.exists() else "no such folder"
-        raise ValueError(f"{source}: {what}; name the folder of a run, or of one of its checkpoints")
+    of_file = source.is_file() and source.suffix in SUFFIXES
+    if not source.is_dir() and not of_file:
+        what = "is another file" if source.exists() else "no such file or folder"
+        raise ValueError(f"{source}: {what}; name a run, one of its checkpoints, or a file of weights, such as {BEST}")
     if not out.parent.is_dir():
         raise ValueError(f"{out}: there is no folder {out.parent}; make it first")
-    file, skipped = weights_in(source)
+    file, skipped = (source, []) if of_file else weights_in(source)
     if not file.is_file():
         raise ValueError(f"{source} is neither a run of mpi4dl train with weights nor a checkpoint")
-    stored, of_average = open_weights(str(file)), average_of(file.parent)
+    stored, of_average = open_weights(str(file)), None if of_file else average_of(file.parent)
     for name, first in stored.metadata.items():
         if name not in (CLASSES, ABOUT) and stored.ties.get(name) != first:
             raise Damaged(f"{file}: {name!r} is declared equal to {first!r}")
@@ -78,7 +80,8 @@ def export(source: Path, out: Path) -> list[str]:
                 {name: Spec(tuple(value.shape), value.dtype) for name, value in state.items()}, about
             )
             write(temporary, layout, [Shard(name, 0, value.reshape(-1)) for name, value in state.items()], header=True)
-    checked = "" if (file.parent / MANIFEST).is_file() else " (without checksums: this run has no checkpoints)"
+    checked = " (without checksums: this run has no checkpoints)"
+    checked = "" if of_file or (file.parent / MANIFEST).is_file() else checked
     of = "" if of_average is None else f"; averages of the weights (ema), of {of_average}"
     return [*(f"skipped {text}" for text in skipped), f"{out}: {len(state)} values of {file}{of}{checked}"]
 

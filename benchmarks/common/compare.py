@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from mpi4dl._wording import aligned
 
 # Numbers that tell rows apart, and are not measured; text always tells rows apart.
-IDENTITY = frozenset("ranks job_ranks size_px size_kb tokens kilobytes rate experts".split())
+IDENTITY = frozenset("ranks job_ranks size_px size_kb tokens rate experts".split())
 NOTES = frozenset("plan picked wrong peer algorithm".split())  # text that does not
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import benchmarks
 from benchmarks.common.results import Conditions
 from benchmarks.common.turns import Contestant
-from mpi4dl.options.kinds import COUNT, COUNT_OR_ZERO, SIDES, Kind
+from mpi4dl.options.kinds import COUNT, SIDES, Kind
 
 HIDDEN = ("name", "argv", "conditions", "worker", "out")  # of the values that parse returns: no settings of a result
 
@@ -101,7 +101,6 @@ def grids(default: str) -> Option:
 DEVICE = Option("--device", str, "cpu", "where tensors lie", {"choices": ("cpu", "cuda")})
 CORES = count("--cores", 2, "threads of plain PyTorch; the ranks share as many")
 THREADS = count("--threads", 1, "threads of each rank")
-AGE = Option("--age", COUNT_OR_ZERO, 0, "steps before the first turn: memory grows in the first hundreds")
 HEADS = count("--heads", 8, "heads of attention")
 FEATURES = count("--features", 64, "features of each head")
 CAUSAL = Option("--causal", bool, False, "queries ask earlier tokens only")

@@ -7,14 +7,12 @@ driver (no MPI)      round 1            round 2
 """
 
 import json
-import os
 import select
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 from benchmarks.common.results import spread
@@ -29,8 +27,7 @@ STOP_SECONDS = 60.0
 class Contestant:
     """A job of `ranks` processes that answers each line on its standard input with a line of JSON.
 
-    `launch` starts it, where that is not mpirun. `environment` is added to this process's. `allocator` is its name
-    where contestants run with several (`benchmarks.common.allocators`).
+    `launch` starts it, where that is not mpirun.
     """
 
     name: str
@@ -38,21 +35,13 @@ class Contestant:
     arguments: list[str]
     answers: list[dict[str, Any]] = field(default_factory=list)
     launch: list[str] = field(default_factory=list)
-    environment: dict[str, str] = field(default_factory=dict)
-    allocator: str = ""
     _process: "subprocess.Popen[str] | None" = None
-
-    @property
-    def label(self) -> str:
-        return f"{self.name}, {self.allocator}" if self.allocator else self.name
 
     def start(self) -> None:
         command = [*self.launch, sys.executable, *self.arguments]
         if self.ranks > 1 and not self.launch:
             command = [*launcher(self.ranks), *command]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | self.environment
-        )
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def turn(self) -> dict[str, Any]:
         """Let it work, and return its answer."""
@@ -66,7 +55,7 @@ class Contestant:
             raise SystemExit(self._ended()) from None
         if not select.select([self._process.stdout], [], [], ANSWER_SECONDS)[0]:
             self._process.terminate()
-            raise SystemExit(f"{self.label} hangs: no answer for {ANSWER_SECONDS:.0f} s")
+            raise SystemExit(f"{self.name} hangs: no answer for {ANSWER_SECONDS:.0f} s")
         line = next((line for line in self._process.stdout if line.startswith("{")), "")  # libraries print there, too
         if not line:
             raise SystemExit(self._ended())
@@ -78,7 +67,7 @@ class Contestant:
         assert self._process is not None
         code = self._process.wait()
         hint = ": out of memory? fewer contestants at once need less" if code in (9, -9, 137) else ""
-        return f"{self.label} ended: exit code {code}{hint}"
+        return f"{self.name} ended: exit code {code}{hint}"
 
     def stop(self) -> None:
         if self._process is not None:
@@ -161,18 +150,11 @@ def _hears_of_a_turn(comm: Any) -> bool:
 
 
 def beside_plain(contestant: Contestant, contestants: Sequence[Contestant]) -> dict[str, Any]:
-    """Speed, work and memory of images beside those of plain PyTorch, which comes first, in the same rounds.
-
-    Ratios are to plain PyTorch with the same allocator. `memory_over_least` is over plain PyTorch with the allocator
-    with which it needs least.
-    """
-    plain = next(each for each in contestants if each.allocator == contestant.allocator)
-    least = min(median(each.of("peak_bytes")) for each in contestants if each.name == contestants[0].name)
+    """Speed, work and memory of images beside those of plain PyTorch, which comes first, in the same rounds."""
     keys = ("images_per_second", "cpu_seconds_per_image", "work_seconds_per_image", "peak_bytes")
     return {
-        "name": contestant.label,
+        "name": contestant.name,
         "ranks": contestant.ranks,
         **contestant.spreads(*keys),
-        **contestant.over(plain, speed_ratio="images_per_second", memory_ratio="peak_bytes"),
-        "memory_over_least": median(contestant.of("peak_bytes")) / least,
+        **contestant.over(contestants[0], speed_ratio="images_per_second", memory_ratio="peak_bytes"),
     }

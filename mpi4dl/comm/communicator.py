@@ -182,7 +182,7 @@ class Communicator(PointToPoint):
         self._objects = mpi if objects is None else objects
         self.pool = CommunicatorPool() if pool is None else pool
         self.max_reduction_bytes = MAX_REDUCTION_BYTES
-        self._num_met = 0  # collectives of objects so far
+        self.num_met = 0  # collectives of objects so far
 
     def __repr__(self) -> str:
         return f"Communicator(rank {self.rank} of {self.size})"
@@ -465,7 +465,7 @@ class Communicator(PointToPoint):
             RankFailed: the same, with the traceback of what is no refusal.
             Mismatch: on all ranks, they came to different calls.
         """
-        self._num_met += 1
+        self.num_met += 1
         # The barrier lets phases under way advance; inside MPI's own call this rank could not.
         Pending(self.node, [Calls([self._objects.Ibarrier()])]).wait()
         with self.node.waits:
@@ -487,7 +487,7 @@ class Communicator(PointToPoint):
 
     def _told(self, error: Exception) -> Exception:
         """The same error, marked as one that all ranks of this communicator raise in this call."""
-        error.told_in = self, self._num_met  # type: ignore[attr-defined]
+        error.told_in = self, self.num_met  # type: ignore[attr-defined]
         return error
 
     def agree(self, error: str | None = None, **facts: Any) -> None:
@@ -521,7 +521,7 @@ class Communicator(PointToPoint):
         error: Exception | None = None
         last_word: Exception | None = None
         complaint: _Complaint | None = None
-        before = self._num_met
+        before = self.num_met
         try:
             yield
         except Exception as problem:  # whatever it is, it is raised again, here or by all

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl._wording import printable, to_install
+from mpi4dl._wording import counted, printable, to_install
 from mpi4dl.geometry import Interval
 
 Pixels = npt.NDArray[np.uint8]
@@ -262,3 +262,13 @@ def unit_values(values: npt.NDArray[Any], as_they_are: bool = False) -> Values:
         raise ValueError(f"holds values of type {values.dtype}: expected integers or floating point")
     scale = np.iinfo(values.dtype).max if values.dtype.kind in "iu" and not as_they_are else 1
     return (values / scale).astype(np.float32) if scale > 1 else values.astype(np.float32)
+
+
+def finite(path: Path, values: Values, gaps: bool = False) -> Values:
+    """The values of a file as they are. Raises BadImage if some are infinite, or, without `gaps`, not-a-number."""
+    if values.dtype.kind == "f":
+        wrong = np.isinf(values) if gaps else ~np.isfinite(values)
+        if wrong.any():
+            told = f"has {counted(int(wrong.sum()), 'value')} of {values[wrong][0]}, which is no finite number"
+            raise BadImage(path, f"{told}: write another one there, such as by numpy.nan_to_num")
+    return values

@@ -20,7 +20,7 @@ import PIL.Image
 from mpi4dl._files import open_regular
 from mpi4dl._wording import counted, mebibytes
 from mpi4dl.datasets import tiff
-from mpi4dl.datasets.base import BadImage, FunctionImage, Image, Pixels, Values, blaming, package, unit_values
+from mpi4dl.datasets.base import BadImage, FunctionImage, Image, Pixels, Values, blaming, finite, package, unit_values
 from mpi4dl.datasets.colour import TAG, WHITE, in_strips, rgb_of_pillow, upright
 from mpi4dl.datasets.reader_process import OpenSlideLevel, open_with_openslide
 from mpi4dl.datasets.tiff import Unsupported
@@ -227,7 +227,7 @@ class StoredPicture:
         """
         with blaming(self.path):
             stored = self._stored.read(*space)
-            values = unit_values(stored)
+            values = finite(self.path, unit_values(stored), gaps=True)
             if self._no_data is not None:
                 values = np.where(stored == self._no_data, np.float32(np.nan), _unit(values))
             if self._inside is not None:

@@ -110,6 +110,7 @@ def visible(name: str) -> bool:
 PROBE_BYTES = 4096
 UNKNOWN = -1
 LOOKED_AT = 8  # volumes, from the first to the last
+MRXS = ".mrxs"  # a file beside a folder of its name, which has the pixels
 METADATA_OF_ZARR = ("zarr.json", ".zarray", ".zattrs", ".zgroup")
 _SAME_FILES = "all ranks must see the same files, and they must stay as they are"
 
@@ -305,12 +306,14 @@ def mask_as_text(name: str, masks: ListedFiles, index: int) -> str:
 
 
 def files_at(path: Path) -> list[Path]:
-    """The files of an image: one, all of a slide or series of DICOM, or the metadata of Zarr. Raises OSError.
+    """The files of an image: one, all of a slide or series of DICOM, those of MRXS, or the metadata of Zarr.
 
-    Of a slide of DICOM that is named by a file, it is this file.
+    Raises OSError.
     """
+    if path.name.lower().endswith(MRXS) and path.with_suffix("").is_dir():
+        return [path, *sorted(each for each in path.with_suffix("").iterdir() if each.is_file())]
     if not path.is_dir():
-        with suppress(DatasetError):  # a slide, no slice
+        with suppress(DatasetError):  # which opening it will say
             return files_of(path) if is_dicom(path) else [path]
         return [path]
     if is_zarr(path):

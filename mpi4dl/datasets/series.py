@@ -10,7 +10,6 @@ units that RescaleSlope and RescaleIntercept, or a Modality LUT, give, such as H
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +35,7 @@ class _Slice(NamedTuple):
     place: float
     shape: tuple[int, int]
     plane: tuple[float, ...]
+    problem: str = ""  # why it is none, but something else of a series
 
 
 class NoSlice(BadImage):
@@ -62,7 +62,11 @@ def open_series(path: Path) -> Opened:
 
     Raises BadImage, also where slices have other sizes, planes or distances than others.
     """
-    slices = [_slice(each) for each in (_inside(path) if path.is_dir() else files_of(path))]
+    if path.is_dir():
+        slices = [_slice(each) for each in _inside(path)]
+    else:  # reports and pictures may be of its series
+        _slice(path)
+        slices = [each for each in map(_told, files_of(path)) if not each.problem]
     if not slices or len({each.series for each in slices}) > 1:
         raise BadImage(path, f"has {len({each.series for each in slices})} series of DICOM: expected one")
     slices.sort(key=lambda each: each.place)
@@ -106,12 +110,9 @@ def _directions(plane: Sequence[float]) -> list[npt.NDArray[np.float64]]:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of the series of a slice, in its folder; others there may be reports and pictures. Raises BadImage."""
-    mine, found = _slice(path).series, []
-    for each in _inside(path.parent):
-        with suppress(NoSlice):
-            found += [each] if _slice(each).series == mine else []
-    return found
+    """The files in the folder of a file that are of its series. Raises BadImage."""
+    mine = _told(path).series
+    return [each for each in _inside(path.parent) if _told(each).series == mine]
 
 
 def _inside(folder: Path) -> list[Path]:
@@ -119,7 +120,15 @@ def _inside(folder: Path) -> list[Path]:
 
 
 def _slice(path: Path) -> _Slice:
-    """The header of a file. Raises BadImage."""
+    """The header of a slice. Raises BadImage."""
+    found = _told(path)
+    if found.problem:
+        raise NoSlice(path, found.problem)
+    return found
+
+
+def _told(path: Path) -> _Slice:
+    """The header of a file, whatever it is. Raises BadImage."""
     with blaming(path, _UNREADABLE):
         told = path.stat()
     return _header(path, told.st_size, told.st_mtime_ns)
@@ -132,6 +141,8 @@ def _header(path: Path, num_bytes: int, written: int) -> _Slice:
     with blaming(path, _UNREADABLE), path.open("rb") as file:
         tags = [pydicom.tag.Tag(name) for name in _NEEDED]
         found = reader.read_partial(file, lambda tag, vr, length: tag > max(tags), specific_tags=tags)
+    series, place, shape, problem = str(found.get("SeriesInstanceUID") or path), np.nan, (0, 0), ""
+    plane: tuple[float, ...] = ()
     try:
         frames, samples = (int(found.get(name) or 1) for name in ("NumberOfFrames", "SamplesPerPixel"))
         plane = tuple(round(float(number), 4) for number in found.get("ImageOrientationPatient") or ())
@@ -141,13 +152,13 @@ def _header(path: Path, num_bytes: int, written: int) -> _Slice:
             place = float(np.dot(_directions(plane)[2], corner))
         else:
             place = float(found.InstanceNumber)
-        series = str(found.SeriesInstanceUID)
+        _ = found.SeriesInstanceUID
+        if frames > 1 or samples > 1 or not np.isfinite(place):
+            what = f"{frames} frames" if frames > 1 else f"{samples} samples in a pixel" if samples > 1 else "no place"
+            problem = f"has {what}: a slice of a series has one grey image; write the volume as NIfTI"
     except (AttributeError, TypeError, ValueError) as error:
-        raise NoSlice(path, f"is no slice of a series of DICOM ({error})") from error
-    if frames > 1 or samples > 1 or not np.isfinite(place):
-        what = f"{frames} frames" if frames > 1 else f"{samples} samples in a pixel" if samples > 1 else "no place"
-        raise NoSlice(path, f"has {what}: a slice of a series has one grey image; write the volume as NIfTI")
-    return _Slice(path, series, place, shape, plane)
+        problem = f"is no slice of a series of DICOM ({error})"
+    return _Slice(path, series, place, shape, plane, problem)
 
 
 def _pixels(path: Path) -> npt.NDArray[np.float32]:

@@ -135,16 +135,19 @@ logging.getLogger("tifffile").addHandler(logging.NullHandler())
 
 
 def open_tiff(path: Path, indices: bool = False) -> Image:
-    """The image of a TIFF file (of a pyramid: its full resolution), as RGB bytes, upright, and white where its mask is
-    0; or its `indices` of classes, (rows, columns) of integers.
+    """The image of a TIFF file (of a pyramid: its full resolution), as RGB bytes, upright; or its `indices` of classes,
+    (rows, columns) of integers.
 
     Raises:
         BadImage: damaged, truncated, a stack of images, or with a number of channels that no colour image has.
         Unsupported: intact, but of colours that this reader leaves to Pillow.
     """
     image, _, inside = _opened_as(_Indices if indices else _Tiff, path)
-    if indices or inside is None:
-        return image
+    return image if indices or inside is None else _on_white(image, inside)
+
+
+def _on_white(image: Image, inside: Image) -> Image:
+    """A picture that is white where its mask is 0."""
     return FunctionImage(
         image.size, lambda *space: np.where(inside.read(*space)[..., None], image.read(*space), np.uint8(WHITE))
     )
@@ -199,9 +202,14 @@ def _opened_as(kind: "Callable[..., _Tiff]", path: Path) -> "tuple[Image, Any, I
         _check_directories(path, file)
         pages, _ = _pages_of_slide(path, file)
         stored, tag = kind(path, pages, file.ome_metadata), pages[0].tags.valueof(TAG)
-        masks = (page for page in file.pages if page.index > pages[0].index and _is_mask(page))
-        mask = next((page for page in masks if page.shape[:2] == stored.size), None)
-        return upright(stored, tag), stored, upright(_Indices(path, [mask], None), tag) if mask else None
+        mask = _mask_of(path, file, stored)
+        return upright(stored, tag), stored, upright(mask, tag) if mask else None
+
+
+def _mask_of(path: Path, file: Any, stored: Image) -> Image | None:
+    """The mask that a file has of an image of its, 0 where pixels have no values. Raises BadImage."""
+    masks = (page for page in file.pages if _is_mask(page) and page.shape[:2] == stored.size)
+    return next((_Indices(path, [page], None) for page in masks), None)
 
 
 @contextmanager
@@ -231,7 +239,8 @@ def open_levels(path: Path) -> tuple[tuple[Image, ...], PageFacts]:
 
     A level is any further page, or SubIFD of the slide's page, that shows the same picture with fewer pixels: of the
     same samples, of the same proportions to a pixel, and, if it is a page, of about the same colours at the same
-    places. Labels and overviews of the whole glass are no slide. A file without such pages has one level.
+    places. Labels and overviews of the whole glass are no slide. A file without such pages has one level. Levels are
+    white outside of their masks; a level has one if the slide has.
 
     Raises:
         BadImage, Unsupported: as `open_tiff`. DatasetError: a scanner's format, which needs OpenSlide.
@@ -245,18 +254,21 @@ def open_levels(path: Path) -> tuple[tuple[Image, ...], PageFacts]:
         first = pages[0]
         tag = first.tags.valueof(TAG)
 
-        def image(pages: Sequence[Any]) -> Image:
+        def image(pages: Sequence[Any]) -> tuple[Image, bool]:
             _check_segments(path, pages[0])
-            return upright(_Tiff(path, pages, file.ome_metadata), tag)
+            stored = _Tiff(path, pages, file.ome_metadata)
+            mask = _mask_of(path, file, stored)
+            return upright(_on_white(stored, mask) if mask else stored, tag), mask is not None
 
-        levels = [image(pages)]
+        finest, masked = image(pages)
+        levels = [finest]
         others = [page for page in file.pages if page.index != first.index and not _is_beside(page)]
         inner = list(first.pages or ())
         wanted = filter(partial(_reduces, first), (*inner, *others) if len(pages) == 1 else ())
         for page in sorted(wanted, key=_pixels_of, reverse=True):
             if _pixels_of(page) < prod(levels[-1].size):
-                smaller = image([page])
-                if page in inner or _shows_the_same(levels[-1], smaller):
+                smaller, has_mask = image([page])
+                if has_mask == masked and (page in inner or _shows_the_same(levels[-1], smaller)):
                     levels.append(smaller)
         across, down = (_ratio(first.tags.valueof(name)) for name in ("XResolution", "YResolution"))
         return tuple(levels), PageFacts(

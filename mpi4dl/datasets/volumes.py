@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from mpi4dl._files import open_regular
 from mpi4dl.datasets import series, tiff
-from mpi4dl.datasets.base import BadImage, Opened, Slices, Values, blaming, package, unit_values
+from mpi4dl.datasets.base import BadImage, Opened, Slices, Values, blaming, finite, package, unit_values
 from mpi4dl.datasets.files import DICOM, check_unpacked, is_dicom
 from mpi4dl.geometry import Interval
 
@@ -106,7 +106,7 @@ class VolumeFile:
     def read(self, *space: Interval) -> Values:
         with blaming(self._path):
             values = self.stored(*space)
-            return unit_values(values, values.dtype.kind in "iu" and self._scaled)
+            return finite(self._path, unit_values(values, values.dtype.kind in "iu" and self._scaled))
 
     def stored(self, *space: Interval) -> npt.NDArray[Any]:
         """A box of the values as they are stored, with their channels last."""

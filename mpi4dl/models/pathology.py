@@ -8,6 +8,7 @@ virchow    Vorontsov et al. 2024, https://doi.org/10.1038/s41591-024-03141-0
 virchow2   Zimmermann et al. 2024, https://arxiv.org/abs/2408.00738
 gigapath   Xu et al. 2024, the encoder of tiles, https://doi.org/10.1038/s41586-024-07441-w
 hoptimus0  Saillard et al. 2024, H-optimus-0; hoptimus1 is its successor
+conch      Lu et al. 2024, its encoder of images, https://doi.org/10.1038/s41591-024-02856-4
 
 `registry.OWN_MODELS` has the page of each, and `options.presets` its mean, deviation, tile and resolution.
 """
@@ -35,6 +36,33 @@ class ClassAndMean(nn.Module):
         return self.linear(torch.cat([tokens[:, 0], tokens[:, self.num_prefix_tokens :].mean(1)], dim=1))
 
 
+class AttentionalPooler(nn.Module):
+    """A learnt query attends to the tokens, as in CoCa (Yu et al. 2022): (N, T, width) -> (N, dim)."""
+
+    def __init__(self, dim: int, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.randn(1, dim))
+        self.attn = nn.MultiheadAttention(dim, num_heads, kdim=width, vdim=width, batch_first=True)
+        self.ln_q, self.ln_k = nn.LayerNorm(dim), nn.LayerNorm(width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        keys, query = self.ln_k(tokens), self.ln_q(self.query).expand(len(tokens), 1, -1)
+        return self.attn(query, keys, keys, need_weights=False)[0][:, 0]
+
+
+class PooledTransformer(nn.Module):
+    """A vision transformer whose tokens are pooled by attention, and normalized, for a linear layer."""
+
+    def __init__(self, trunk: Any, dim: int, num_heads: int, num_classes: int) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.attn_pool_contrast = AttentionalPooler(dim, trunk.num_features, num_heads)
+        self.ln_contrast, self.head = nn.LayerNorm(dim), nn.Linear(dim, num_classes)
+
+    def forward(self, tiles: Tensor) -> Tensor:
+        return self.head(self.ln_contrast(self.attn_pool_contrast(self.trunk.forward_features(tiles))))
+
+
 def vision_transformer(
     num_classes: int = 1000,
     in_channels: int = 3,
@@ -48,7 +76,7 @@ def vision_transformer(
     mlp_ratio: float = 4.0,
     mlp_layer: str = "Mlp",
     act_layer: str = "GELU",
-    init_values: float = 1e-5,
+    init_values: float | None = 1e-5,
     reg_tokens: int = 0,
     no_embed_class: bool = False,
     dynamic_img_size: bool = True,
@@ -104,3 +132,29 @@ virchow2 = partial(_huge, reg_tokens=4)
 gigapath = partial(_giant, patch_size=16, mlp_ratio=5.33334)
 hoptimus0 = partial(_giant, reg_tokens=4, no_embed_class=True)
 hoptimus1 = hoptimus0
+
+
+def conch(
+    num_classes: int = 1000,
+    in_channels: int = 3,
+    *,
+    img_size: int = 448,
+    embed_dim: int = 768,
+    depth: int = 12,
+    num_heads: int = 12,
+    pool_dim: int = 512,
+    pool_heads: int = 8,
+    drop_path_rate: float = 0.0,
+) -> nn.Module:
+    """CONCH's encoder of images, without what writes captions. Features are those before its last projection."""
+    trunk: Any = vision_transformer(
+        0,
+        in_channels,
+        img_size=img_size,
+        embed_dim=embed_dim,
+        depth=depth,
+        num_heads=num_heads,
+        init_values=None,
+        drop_path_rate=drop_path_rate,
+    )
+    return PooledTransformer(trunk, pool_dim, pool_heads, num_classes)

@@ -86,6 +86,7 @@ OWN_MODELS: Mapping[str, Entry] = MappingProxyType(
         "gigapath": Entry("pathology.gigapath", page="prov-gigapath/prov-gigapath"),
         "hoptimus0": Entry("pathology.hoptimus0", page="bioptimus/H-optimus-0"),
         "hoptimus1": Entry("pathology.hoptimus1", page="bioptimus/H-optimus-1"),
+        "conch": Entry("pathology.conch", page="MahmoodLab/CONCH"),
     }
 )
 

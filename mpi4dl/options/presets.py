@@ -58,11 +58,18 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 IMAGENET: Mapping[str, Any] = {"mean": "imagenet", "std": "imagenet", "patches": 224, "mpp": 0.5}
 OPTIMUS = {**IMAGENET, "mean": [0.707223, 0.578729, 0.703617], "std": [0.211883, 0.230117, 0.177517]}
+CLIP = {
+    **IMAGENET,
+    "mean": [0.48145466, 0.4578275, 0.40821073],
+    "std": [0.26862954, 0.26130258, 0.27577711],
+    "patches": 448,
+}
 
 # What published encoders of tiles of slides were trained with, by `model`.
 ENCODERS: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("uni", "uni2", "virchow", "virchow2", "gigapath"), IMAGENET),
     **dict.fromkeys(("hoptimus0", "hoptimus1"), OPTIMUS),
+    "conch": CLIP,
 }
 
 

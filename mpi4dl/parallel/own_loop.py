@@ -16,6 +16,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import count
 from math import isqrt, prod
 from types import GeneratorType
 from typing import Any, TypeVar
@@ -51,6 +52,7 @@ from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, guards,
 ModelT = TypeVar("ModelT", bound=nn.Module)
 FIRST = 3  # forward passes of training in which ranks compare what they have
 EVERY = 100  # and of those that follow every one of this number
+FEW = 1000  # numbers of a gradient that they compare in the others
 
 
 def parallelize(
@@ -82,8 +84,8 @@ def parallelize(
         comm: the ranks; all of the MPI job by default.
 
     Tensors with a batch, channels and the axes of the image, (N, C, H, W), are cut where the model takes them; others
-    are passed as they are, and so is what `tiles.cut` or `tiles.join` made. In all forward passes ranks compare inputs
-    and modes; in the first ones, and every 100th, also parameters, random states and gradients of outputs.
+    are passed as they are, and so is what `tiles.cut` or `tiles.join` made. In all passes ranks compare inputs,
+    modes and their order; in the first ones, and every 100th, also parameters, random states and whole gradients.
 
     Raises:
         ValueError: the number of tiles is not that of ranks.
@@ -175,6 +177,7 @@ class _Loop:
     def __init__(self, tiles: "Tiles", spread: bool) -> None:
         self.tiles, self.spread = tiles, spread
         self._is_running = False
+        self._number = 0  # of its first forward pass
         self._num_calls: dict[tuple[bool, bool], int] = {}  # in each mode
         self._trained: tuple[Any, ...] = ()
         self._buckets: GradientBuckets | None = None
@@ -204,9 +207,11 @@ class _Loop:
         checks = number <= FIRST or number % EVERY == 0
         parameters = self._prepare(model)
         self._compare(model, parameters, (args, kwargs), checks)
+        self._number = self._number or grid.comm.num_met
         self._is_running = True
         try:
-            running = ForwardPass(self._buckets_of(parameters) if records else GradientBuckets([], grid.comm))
+            buckets = self._buckets_of(parameters) if records else GradientBuckets([], grid.comm)
+            running = ForwardPass(buckets, grid.comm.num_met)
             entered, copies = _Each(lambda x: self._entered(x, running)), list[_Copied]()
             args, kwargs = mapped((args, kwargs), entered, copies=copies)
             if not any(isinstance(x, SpatialTensor) for _, x, _ in entered.found.values()):
@@ -222,8 +227,9 @@ class _Loop:
         finally:
             self._is_running = False
         for x, within, version in entered.found.values():
-            self._write_back(x, within, version)
-        left = _Each(lambda y: self._left(y, checks))
+            self._write_back(x, within, version, running)
+        numbers = count(1)
+        left = _Each(lambda y: self._left(y, running, next(numbers), checks))
         for copied in copies:
             copied.change_back(left)
         return mapped(outputs, left)
@@ -263,7 +269,7 @@ class _Loop:
             return x
         return spread_evenly(x, grid)
 
-    def _write_back(self, x: Tensor, within: Tensor, version: int) -> None:
+    def _write_back(self, x: Tensor, within: Tensor, version: int, running: ForwardPass) -> None:
         """Let x, an input that is `within` the model, be what the model has written to it in place."""
         if isinstance(x, SpatialTensor) or within is x:
             return
@@ -277,14 +283,15 @@ class _Loop:
         if y.requires_grad:
             if x.is_leaf and x.requires_grad:
                 raise Refusal("the model writes in place to a leaf that requires a gradient: pass a clone of it")
-            _keep(outside(x), self.tiles.grid, _share(y, self.tiles.grid.size))
+            _keep(outside(x), self.tiles.grid, running, _share(y, running))
         else:
             outside(x).data.copy_(y)
 
-    def _left(self, y: Tensor, checks: bool = False) -> Tensor:
-        """An output of the model for outside of it. `checks`: ranks compare its gradient."""
-        grid, comparing = self.tiles.grid, self.tiles.grid.comm if checks else None
-        return y.outside(comparing) if isinstance(y, KeptTensor) else _output(y, grid, self.spread, comparing)
+    def _left(self, y: Tensor, running: ForwardPass, number: int, checks: bool) -> Tensor:
+        """The output of this number for outside of the model. `checks`: ranks compare its gradient."""
+        if isinstance(y, KeptTensor):
+            return y.outside(number, checks)
+        return _output(y, self.tiles.grid, self.spread, running, number, checks)
 
     def _refuse_spread_buffers(self, model: nn.Module) -> None:
         for path, module in model.named_modules():
@@ -325,11 +332,12 @@ class _Loop:
         tensors = [x for x in tensors_in(given) if not isinstance(x, SpatialTensor)]
         places = {id(p): number for number, p in enumerate(model.parameters())}
         facts: dict[str, Any] = {
+            "places": self._number,
             "modes": (
                 model.training,
                 torch.is_grad_enabled(),
                 crc32(repr([places[id(p)] for p in parameters]).encode()),
-            )
+            ),
         }
         if checks or not any(x.is_cuda for x in tensors):
             facts["inputs"] = checksum(tensors)
@@ -342,10 +350,7 @@ class _Loop:
             if problem is not None:
                 raise Refusal(problem)
             facts["weights"] = checksum([*model.parameters(), *model.buffers()])
-        for rank, theirs in enumerate(comm.all_gather_object(facts)):
-            for name, words in UNLIKE.items():
-                if theirs.get(name) != facts.get(name):
-                    raise Refusal(words.format(f"{min(rank, comm.rank)} and {max(rank, comm.rank)}"))
+        _compared(comm, facts)
 
     def _compare_draws(self, before: Sequence[int]) -> None:
         drawn = tuple(a if a != b else 0 for a, b in zip(before, RandomStates.now().digests(), strict=True))
@@ -357,6 +362,8 @@ class _Loop:
 
 
 UNLIKE = {
+    "places": "ranks {} are in different calls of models, or in backward passes of different outputs: call models, and "
+    "take gradients, in the same order on all ranks (a set has no order)",
     "modes": "ranks {} call the model in other modes (train or eval, with or without gradients), or train other "
     "parameters: do the same on all ranks",
     "inputs": "ranks {} called the model with other inputs, but tiles are cut of one image that all ranks have: seed "
@@ -365,6 +372,16 @@ UNLIKE = {
     "weights": "the parameters or buffers of ranks {} differ: change them on all ranks alike, and let each parameter "
     "be used by its module's attribute, through a call of the model",
 }
+
+
+def _compared(comm: Communicator, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """The facts of all ranks, unless they differ where they must not."""
+    found = comm.all_gather_object(facts)
+    for name, words in UNLIKE.items():
+        for rank, theirs in enumerate(found):
+            if theirs.get(name) != facts.get(name):
+                raise Refusal(words.format(f"{min(rank, comm.rank)} and {max(rank, comm.rank)}"))
+    return found
 
 
 class _Border(TorchFunctionMode):
@@ -393,9 +410,9 @@ class _Border(TorchFunctionMode):
         for found in self._made:
             x = found()
             if isinstance(x, SpatialTensor):
-                x.kept = True
+                x.kept = self._running
             elif type(x) is UsedParameter or (type(x) is Tensor and x.requires_grad and x.grad_fn is not None):
-                _keep(x, self._grid)
+                _keep(x, self._grid, self._running)
         return result
 
     def __torch_function__(
@@ -446,13 +463,14 @@ class KeptTensor(Tensor):
     """A plain tensor of within a model that somebody keeps: an output of the model, in all that is done with it."""
 
     grid: Grid
+    made_in: ForwardPass
     shared: Tensor | None = None
 
-    def outside(self, comparing: Communicator | None = None) -> Tensor:
+    def outside(self, number: int = 0, checks: bool = False) -> Tensor:
         """The output of the model that it is, the same each time."""
         if self.shared is None:
             with torch.enable_grad():
-                self.shared = _share(_plain(self), self.grid.size, comparing)
+                self.shared = _share(_plain(self), self.made_in, number, checks)
         return self.shared
 
     @classmethod
@@ -471,10 +489,10 @@ class KeptTensor(Tensor):
         return function(*of_now, **options)
 
 
-def _keep(x: Tensor, grid: Grid, shared: Tensor | None = None) -> None:
+def _keep(x: Tensor, grid: Grid, made_in: ForwardPass, shared: Tensor | None = None) -> None:
     """Let x be a kept tensor, outside of the model `shared`."""
     x.__class__ = KeptTensor
-    x.grid, x.shared = grid, shared  # type: ignore[attr-defined]
+    x.grid, x.made_in, x.shared = grid, made_in, shared  # type: ignore[attr-defined]
 
 
 def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
@@ -503,7 +521,7 @@ def outside(x: Tensor) -> Tensor:
     if isinstance(x, SpatialTensor) and x.kept:
         if x.output is None:
             with torch.enable_grad():
-                x.output = _output(x, x.layout.grid, x.layout.grid.loop == "spread")
+                x.output = _output(x, x.layout.grid, x.layout.grid.loop == "spread", x.kept)
         return x.output
     return x.outside() if isinstance(x, KeptTensor) else x
 
@@ -593,41 +611,46 @@ def _total(comm: Communicator, gradient: Tensor) -> Tensor:
     return comm.all_reduce(gradient.clone(memory_format=torch.contiguous_format))
 
 
-def _output(y: Tensor, grid: Grid, spread: bool, comparing: Communicator | None = None) -> Tensor:
+def _output(y: Tensor, grid: Grid, spread: bool, running: ForwardPass, number: int = 0, checks: bool = False) -> Tensor:
     """A tensor of within a model for outside of it."""
     if isinstance(y, SpatialTensor):
         if spread:
-            return y.like(_share(y.local, grid.size))
+            return y.like(_share(y.local, running, number, None))
         y = gather_axes(y, grid.axes)
-    return _share(y, grid.size, comparing)
+    return _share(y, running, number, checks)
 
 
-def _share(y: Tensor, size: int, comparing: Communicator | None = None) -> Tensor:
-    """y as an output of a model, of whose gradient outside each rank gets a share, as all have the whole of it; ranks
-    of `comparing` compare that."""
+def _share(y: Tensor, running: ForwardPass, number: int = 0, checks: bool | None = False) -> Tensor:
+    """y as an output of a forward pass, of whose gradient outside each rank gets a share, as all have the whole of it.
+
+    `number` is which output it is, 0 for tensors that somebody kept. `checks`: ranks compare all of its gradient.
+    False: a few numbers, if they are in memory. None: nothing, as each rank has a tile.
+    """
     if not (y.requires_grad and torch.is_grad_enabled()):
         return y
+    comm = running.buckets.comm
 
     def share(gradient: Tensor) -> Tensor:
-        if comparing is not None:
-            _compare_gradients(comparing, gradient)
-        return gradient / size
+        few = gradient.flatten()[:: gradient.numel() // FEW + 1]
+        compared = gradient if checks else few if checks is False and few.device.type == "cpu" else torch.empty(0)
+        _compare_gradients(comm, compared, ("backward", running.number, number))
+        return gradient / comm.size
 
     shared = linear(y, Tensor.detach, share)
     shared.grad_fn.is_left = True  # type: ignore[union-attr]
     return shared
 
 
-def _compare_gradients(comm: Communicator, gradient: Tensor) -> None:
-    """Refuse gradients of an output that differ by more than rounding: kernels of GPUs may add in any order."""
+def _compare_gradients(comm: Communicator, gradient: Tensor, place: Any) -> None:
+    """Refuse gradients of other outputs, or that differ by more than rounding: kernels of GPUs may add in any order."""
     numbers = (torch.view_as_real(gradient) if gradient.is_complex() else gradient).double().flatten()
-    places = torch.arange(len(numbers), device=numbers.device) % 251
-    found = comm.all_gather_object((float(numbers.abs().sum()), float((numbers * places).sum())))
-    sizes, sums = zip(*found, strict=True)
+    places = torch.arange(len(numbers), device=numbers.device) % 251 + 1
+    facts = {"places": place, "sums": (float(numbers.abs().sum()), float((numbers * places).sum()))}
+    sizes, sums = zip(*(theirs["sums"] for theirs in _compared(comm, facts)), strict=True)
     if max(sums) - min(sums) > 251 * max(sizes) * max(1e-9, 10 * torch.finfo(gradient.dtype).eps):
         raise Refusal(
             "the ranks computed other losses of the same outputs of the model: seed them alike before heads beside the "
-            "model and losses are made (torch.manual_seed), and use the same targets on all"
+            "model and losses are made (torch.manual_seed), use the same targets, and take gradients in the same order"
         )
 
 
@@ -832,6 +855,7 @@ class Tiles:
             loss.backward(retain_graph=retain_graph)
             return
         loss = self.whole(loss)
+        _compare_gradients(self.grid.comm, loss.detach(), "tiles.backward")
         known = [p for p in model.parameters() if p.requires_grad]
         leaves = (node.variable for node in functions_behind([loss], lambda node: False) if hasattr(node, "variable"))
         others = {p for p in leaves if isinstance(p, nn.Parameter)}.difference(known)

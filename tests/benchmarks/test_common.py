@@ -1,4 +1,4 @@
-"""Common parts of benchmarks: turns, allocators, tables, conditions, the comparison of results, and wrong options."""
+"""Common parts of benchmarks: turns, tables, conditions, the comparison of results, and wrong options."""
 
 import json
 import os
@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common import allocators, results, turns
 from benchmarks.common import options as declared
-from benchmarks.common.allocators import environments, with_each
+from benchmarks.common import results, turns
 from benchmarks.common.compare import compare, read
 from benchmarks.common.options import Options
 from benchmarks.common.report import publish
@@ -131,8 +130,8 @@ def test_ratios_are_taken_turn_by_turn() -> None:
     assert ours.spreads("x") == {"x": 4.0, "x_min": 1.0, "x_max": 9.0}
 
 
-def images(name: str, ranks: int, speeds: list[float], mebibytes: list[int], allocator: str = "") -> Contestant:
-    found = answered(
+def images(name: str, ranks: int, speeds: list[float], mebibytes: list[int]) -> Contestant:
+    return answered(
         name,
         ranks,
         images_per_second=speeds,
@@ -140,49 +139,18 @@ def images(name: str, ranks: int, speeds: list[float], mebibytes: list[int], all
         work_seconds_per_image=[1 / speed for speed in speeds],
         peak_bytes=[size * MIB for size in mebibytes],
     )
-    found.allocator = allocator
-    return found
 
 
-def test_speed_and_memory_are_beside_plain_pytorch_with_the_same_allocator() -> None:
+def test_speed_and_memory_are_beside_plain_pytorch() -> None:
     contestants = [
         images("plain", 1, [1.0, 2.0, 4.0], [100, 200, 100]),
-        images("1x2", 2, [1.0, 1.0, 6.0], [60, 100, 50]),
-        images("plain", 1, [4.0], [50], "keep"),
-        images("1x2", 2, [2.0], [40], "keep"),
+        images("1x2", 2, [1.0, 1.0, 6.0], [60, 100, 40]),
     ]
-    rows = [beside_plain(contestant, contestants) for contestant in contestants]
-    assert [row["name"] for row in rows] == ["plain", "1x2", "plain, keep", "1x2, keep"]
-    assert rows[1] | {} == rows[1] | {"ranks": 2, "images_per_second": 1.0, "speed_ratio": 1.0}  # no ratio of medians
-    assert (rows[1]["speed_ratio_min"], rows[1]["speed_ratio_max"], rows[1]["cpu_seconds_per_image"]) == (0.5, 1.5, 2)
-    assert [(row["memory_ratio"], row["memory_over_least"]) for row in rows] == [(1, 2), (0.5, 1.2), (1, 1), (0.8, 0.8)]
-    assert rows[3]["speed_ratio"] == 0.5
-
-
-def test_allocators_are_settings_installed_libraries_and_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    library = tmp_path / "libtcmalloc_minimal.so.4"
-    library.touch()
-    preloaded = {"LD_PRELOAD": str(library)}
-    assert environments(f"default,keep,mine={library}") == {"default": {}, "keep": {}, "mine": preloaded}
-    monkeypatch.setattr(allocators, "find_library", lambda stem: "libjemalloc.so.2" if stem == "jemalloc" else None)
-    monkeypatch.setattr(allocators, "FOLDERS", (str(tmp_path),))
-    assert environments("tcmalloc") == {"tcmalloc": preloaded}  # the linker does not know it
-    monkeypatch.setattr(allocators, "FOLDERS", ())
-    assert environments("keep,tcmalloc,jemalloc") == {"keep": {}, "jemalloc": {"LD_PRELOAD": "libjemalloc.so.2"}}
-    assert capsys.readouterr().err == "tcmalloc is not installed: left out\n"
-    for names in ("tcmalloc", "hoard", "mine=/nowhere/lib.so"):
-        with pytest.raises(ValueError, match=names):
-            environments(names)
-
-
-def test_contestants_run_with_each_allocator() -> None:
-    pair = [Contestant("plain", 1, ["x"]), Contestant("1x2", 2, ["x"])]
-    found = with_each(pair, "default,keep")
-    assert [each.label for each in found] == ["plain, default", "1x2, default", "plain, keep", "1x2, keep"]
-    assert found[2].environment == {allocators.VARIABLE: "keep"}
-    assert [each.label for each in with_each(pair, "keep")] == ["plain", "1x2"]
+    plain, tiled = (beside_plain(contestant, contestants) for contestant in contestants)
+    assert (plain["name"], plain["speed_ratio"], plain["memory_ratio"]) == ("plain", 1.0, 1.0)
+    assert tiled | {} == tiled | {"ranks": 2, "images_per_second": 1.0, "speed_ratio": 1.0}  # no ratio of medians
+    assert (tiled["speed_ratio_min"], tiled["speed_ratio_max"], tiled["cpu_seconds_per_image"]) == (0.5, 1.5, 2)
+    assert tiled["memory_ratio"] == 0.5
 
 
 def test_a_table_has_medians_with_their_ends_and_dashes() -> None:
@@ -344,12 +312,10 @@ def test_common_options_mean_the_same_everywhere() -> None:
         ("stages", "--configurations PP,DP", "--configurations"),
         ("stages", "--microbatches 3", "--microbatches"),
         ("stages", "--sleep --configurations SP+PP", "--configurations"),
-        ("stages", "--timeline t.png --configurations LP", "--timeline"),
         ("stages", "--batch-size 2", "batch_size"),
         ("stages", "--schedules 2f2b", "2f2b"),
         ("stages", "--schedules interleaved", "--schedules"),
         ("tensor_parallel", "--ways theirs", "--ways"),
-        ("waiting", "--wait-seconds 0", "--wait-seconds"),
         ("zero", "--features 100", "--features"),
         ("zero", "--variants ZeRO-1,ZeRO-4", "--variants"),
         ("gpu", "", "--cpu"),

@@ -63,6 +63,16 @@ def test_an_older_checkpoint_is_exported_by_its_path(run: Path, tmp_path: Path) 
     assert not torch.equal(two, four)
 
 
+def test_a_file_of_weights_is_exported_as_it_is(run: Path, tmp_path: Path) -> None:
+    """Such as a run's best weights, which are averages already where the run has an average."""
+    shutil.copy(run / "model.safetensors", tmp_path / "best.safetensors")
+    save_file({"conv1.0.weight": torch.zeros(24, 3, 3, 3)}, tmp_path / "ema.safetensors")
+    said = export(tmp_path / "best.safetensors", tmp_path / "weights.pt")
+    assert said == [f"{tmp_path / 'weights.pt'}: 338 values of {tmp_path / 'best.safetensors'}"]
+    found, expected = loaded(tmp_path / "weights.pt").state_dict(), load_file(run / "model.safetensors")
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
 def test_the_command_says_what_it_wrote(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(run), str(tmp_path / "weights.pt")])
     assert capsys.readouterr().out.startswith(f"{tmp_path / 'weights.pt'}: 338 values of {run}")
@@ -117,9 +127,13 @@ def test_damaged_weights_are_not_exported(run: Path, tmp_path: Path, capsys: pyt
     [
         (".", "weights.bin", "weights.bin must end in .pt or .safetensors"),
         (".", "weights.pt", "is neither a run of mpi4dl train with weights nor a checkpoint"),
-        ("no", "weights.pt", "no: no such folder; name the folder of a run, or of one of its checkpoints"),
+        (
+            "no",
+            "weights.pt",
+            "no: no such file or folder; name a run, one of its checkpoints, or a file of weights, such",
+        ),
         (".", "no/weights.pt", "no; make it first"),
-        ("taken", "weights.pt", "taken: is a file; name the folder of a run"),
+        ("taken", "weights.pt", "taken: is another file; name a run"),
     ],
 )
 def test_what_cannot_be_exported_is_refused(

@@ -84,6 +84,14 @@ def test_channels_that_are_pages_of_ome(tmp_path: Path) -> None:
     assert np.array_equal(read, shares(values[2:30, :, [4, 2]]))
 
 
+def test_infinite_values_are_errors_of_their_file(tmp_path: Path) -> None:
+    values = raster("float32", 2)
+    values[3, 5, 1] = -np.inf
+    tifffile.imwrite(tmp_path / "a.tif", values, photometric="minisblack", planarconfig="contig", **TILED)
+    with pytest.raises(BadImage, match=r"a\.tif: has 1 value of -inf"):
+        open_stored_picture(tmp_path / "a.tif").read(Interval(0, HEIGHT), Interval(0, WIDTH))
+
+
 @pytest.mark.parametrize(("dtype", "bands"), [("uint8", 3), ("uint8", 1), ("uint16", 5), ("float32", 2)])
 def test_pixels_outside_the_mask_in_a_file(tmp_path: Path, dtype: str, bands: int) -> None:
     values, inside = raster(dtype, bands), np.ones((HEIGHT, WIDTH), bool)

@@ -112,8 +112,10 @@ def test_two_series_of_a_folder_are_two_volumes(tmp_path: Path) -> None:
     with pytest.raises(BadImage, match="has 2 series of DICOM: expected one"):
         open_volume(tmp_path / "p")
     report = pydicom.dcmread(tmp_path / "p" / "000.dcm")
-    report.SeriesInstanceUID, report.SamplesPerPixel = generate_uid(), 3
-    report.save_as(tmp_path / "p" / "report.dcm")
+    report.SamplesPerPixel = 3
+    for number, of in enumerate((pydicom.dcmread(tmp_path / "p" / "005.dcm").SeriesInstanceUID, generate_uid())):
+        report.SeriesInstanceUID = of
+        report.save_as(tmp_path / "p" / f"report{number}.dcm")
     volume = open_volume(tmp_path / "p" / "005.dcm")
     assert np.array_equal(volume.read(*(Interval(0, n) for n in SIZE))[..., 0], noise(2) * np.float32(2) - 1024)
     known = identity_of(tmp_path / "p" / "005.dcm")

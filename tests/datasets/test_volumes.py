@@ -62,6 +62,16 @@ SAVE: dict[str, tuple[str, Callable[[Path, npt.NDArray[Any]], Any]]] = {
 }
 
 
+@pytest.mark.parametrize(("suffix", "value"), [(".nii.gz", np.nan), (".npy", np.inf)])
+def test_values_that_are_no_finite_numbers_are_errors_of_their_file(tmp_path: Path, suffix: str, value: float) -> None:
+    values, path = noise(*SIZE, dtype=np.float32), tmp_path / f"lung{suffix}"
+    values[0, 0, :2] = value
+    (save_nifti if suffix == ".nii.gz" else np.save)(path, values)
+    open_volume(path).read(*BOX)
+    with pytest.raises(BadImage, match=rf"lung{suffix}: has 2 values of {value}, which is no finite number"):
+        open_volume(path).read(*(Interval(0, n) for n in SIZE))
+
+
 @pytest.mark.parametrize("kind", SAVE)
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "uint16", "float32"])
 def test_a_box_of_each_kind_of_file(tmp_path: Path, kind: str, dtype: str) -> None:

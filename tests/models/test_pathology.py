@@ -1,15 +1,19 @@
 """Published encoders of tiles have the shapes and names of their files, their features, and options beside them."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+import mpi4dl
 from mpi4dl import models
 from mpi4dl._torchvision import import_torchvision
-from mpi4dl.checkpoints.weights import open_weights
+from mpi4dl.checkpoints.weights import match, open_weights
+from mpi4dl.comm import Communicator
 from mpi4dl.embed import EmbedConfig
 from mpi4dl.models.patches import headless
 from mpi4dl.models.registry import OWN_MODELS, page_of, with_defaults
@@ -17,6 +21,7 @@ from mpi4dl.options.config import parse
 from mpi4dl.options.declare import from_keywords, value_of
 from mpi4dl.options.presets import ENCODERS
 from mpi4dl.options.sources import source_of
+from tests.pool.ranks import Ranks
 
 # Of the published files: parameters, blocks, features, and shapes of positions, registers, patches and of the MLP.
 PUBLISHED: dict[str, tuple[Any, ...]] = {
@@ -27,8 +32,20 @@ PUBLISHED: dict[str, tuple[Any, ...]] = {
     "gigapath": (1_134_953_984, 40, 1536, (197, 1536), None, 16, 8192, 4096),
     "hoptimus0": (1_134_774_272, 40, 1536, (256, 1536), 4, 14, 8192, 4096),
     "hoptimus1": (1_134_774_272, 40, 1536, (256, 1536), 4, 14, 8192, 4096),
+    "conch": (87_567_104, 12, 512, (785, 768), None, 16, 3072, 3072),
 }
 BLOCK = "norm1 attn.qkv attn.proj norm2 mlp.fc1 mlp.fc2"
+POOLER = {
+    "query": (1, 512),
+    **{f"attn.{kind}_proj_weight": (512, width) for kind, width in (("q", 512), ("k", 768), ("v", 768))},
+    "attn.in_proj_bias": (1536,),
+    "attn.out_proj.weight": (512, 512),
+    "attn.out_proj.bias": (512,),
+    **{f"ln_{kind}.{end}": (n,) for kind, n in (("q", 512), ("k", 768)) for end in ("weight", "bias")},
+}
+OF_CONCH = {f"attn_pool_contrast.{name}": shape for name, shape in POOLER.items()} | {
+    f"ln_contrast.{end}": (512,) for end in ("weight", "bias")
+}
 SMALL: dict[str, Any] = {"embed_dim": 12, "depth": 2, "num_heads": 2, "img_size": 56}
 
 
@@ -55,12 +72,15 @@ def test_shapes_and_names_are_those_of_the_file(name: str) -> None:
     counts = [sum(torch.Size(shape).numel() for shape in without_head(each).values()) for each in (one, two)]
     assert counts[0] + (depth - 1) * (counts[1] - counts[0]) == parameters
     found, width = without_head(two), positions[1]
+    if name == "conch":
+        assert {key: found.pop(key) for key in OF_CONCH} == OF_CONCH
+        found = {key.removeprefix("trunk."): shape for key, shape in found.items()}
     assert found.get("reg_token") == (None if registers is None else (1, registers, width))
     assert (found["pos_embed"], found["patch_embed.proj.weight"]) == ((1, *positions), (width, 3, patch, patch))
     assert (found["blocks.1.mlp.fc1.weight"], found["blocks.1.mlp.fc2.weight"]) == ((up, width), (width, down))
     layers = [f"blocks.{n}.{layer}" for n in (0, 1) for layer in BLOCK.split()]
     ends = {f"{layer}.{end}" for layer in ("patch_embed.proj", "norm", *layers) for end in ("weight", "bias")}
-    scales = {f"blocks.{n}.ls{k}.gamma" for n in (0, 1) for k in (1, 2)}
+    scales = {f"blocks.{n}.ls{k}.gamma" for n in (0, 1) for k in (1, 2) if name != "conch"}
     assert found.keys() == {"cls_token", "pos_embed", *scales, *ends} | ({"reg_token"} if registers else set())
     assert headless(two, 2) == num_features
 
@@ -83,6 +103,43 @@ def test_features_are_the_class_token_or_the_mean_of_patches_too(name: str) -> N
         torch.testing.assert_close(model(tiles), last(expected), rtol=1e-12, atol=1e-12)
         headless(model, 3)
         torch.testing.assert_close(model(tiles), expected, rtol=0, atol=0)
+
+
+def test_features_of_conch_are_tokens_pooled_by_attention(ranks: Ranks, tmp_path: Path) -> None:
+    """Also of a file with the names of all of CONCH, and on tiles, with gradients."""
+    file = tmp_path / "pytorch_model.bin"
+    torch.save({**{f"visual.{k}": v for k, v in small_conch(7).state_dict().items()}, "text.a": torch.ones(2)}, file)
+    ranks(2).run(_of_conch, str(file))
+
+
+def small_conch(seed: int) -> Any:
+    torch.manual_seed(seed)
+    return models.build("conch", 5, **{**SMALL, "img_size": 64}, pool_dim=8, pool_heads=4).double()
+
+
+def _of_conch(comm: Communicator, file: str) -> None:
+    import_torchvision()
+    model, plain = small_conch(0), small_conch(7)
+    stored = open_weights(file)
+    matching = match(stored.shapes, {name: tuple(x.shape) for name, x in model.state_dict().items()})
+    assert (matching.missing, matching.dropped, matching.unmatched) == ([], "visual.", ["text.a"])
+    model.load_state_dict({name: stored.read(there) for name, there in matching.pairs.items()})
+    pool, tiles = plain.attn_pool_contrast, torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    tokens = pool.ln_k(plain.trunk.forward_features(tiles))
+    attn, parts = pool.attn, pool.attn.in_proj_bias.chunk(3)
+    query = F.linear(pool.ln_q(pool.query), attn.q_proj_weight, parts[0]).view(4, 1, 2)
+    keys, values = (
+        F.linear(tokens, weight, bias).unflatten(2, (4, 2)).transpose(1, 2)
+        for weight, bias in ((attn.k_proj_weight, parts[1]), (attn.v_proj_weight, parts[2]))
+    )
+    pooled = attn.out_proj(((query @ keys.mT / 2**0.5).softmax(-1) @ values).flatten(1))
+    expected = plain.head(plain.ln_contrast(pooled))
+    found = mpi4dl.parallelize(model, "1x2", comm=comm)(tiles)
+    for outputs in (found, expected):
+        outputs.square().sum().backward()
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12)
 
 
 def test_options_that_an_encoder_implies() -> None:

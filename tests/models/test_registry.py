@@ -23,7 +23,7 @@ OF_IMAGES = [
     "vit",
 ]
 OF_TOKENS = ["bert", "bert_2_5b", "bert_base", "gpt", "gpt2", "gpt2_large", "gpt2_medium", "gpt2_xl"]
-OF_TILES = ["gigapath", "hoptimus0", "hoptimus1", "uni", "uni2", "virchow", "virchow2"]  # see test_pathology
+OF_TILES = ["conch", "gigapath", "hoptimus0", "hoptimus1", "uni", "uni2", "virchow", "virchow2"]  # see test_pathology
 SIZES = {"resnet1d": (33,), "resnet3d": (9, 33, 47), "unet3d": (9, 33, 47), "vit": (32, 32)}
 
 

@@ -208,6 +208,26 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
         torch.manual_seed(comm.rank)
         nn.Linear(3, 1)(model(images)).sum().backward()
 
+    @refused_with("Refusal: the ranks computed other losses of the same outputs")
+    def other_targets(wrap: Wrap) -> None:
+        model = wrap(made())
+        for number in range(5):
+            F.cross_entropy(model(images), (labels + (number == 4 and comm.rank)) % 3).backward()
+
+    @refused_with("Refusal: ranks 0 and 1 are in different calls of models, or in backward passes of different outputs")
+    def passes_in_another_order(wrap: Wrap) -> None:
+        model = wrap(made())
+        for step in (1, 1, -1):
+            losses = [model(x).square().sum() for x in (images, images + 1)]
+            for loss in losses[:: step if comm.rank else 1]:
+                loss.backward()
+
+    @refused_with("Refusal: ranks 0 and 1 are in different calls of models, or in backward passes of different outputs")
+    def models_in_another_order(wrap: Wrap) -> None:
+        models = [wrap(made()) for _ in range(2)]
+        for model in [*models, *models[:: -1 if comm.rank else 1]]:
+            model(images)
+
     @refused_with("Refusal: unused of the model is cut by fully_shard or as a DTensor")
     def sharded(wrap: Wrap) -> None:
         class FSDPModule:
@@ -332,6 +352,11 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
         tiles = mpi4dl.tiles(1, comm.size, comm=comm)
         F.cross_entropy(tiles.whole(made()(tiles.cut(images))), labels).backward()
 
+    @refused_with("Refusal: the ranks computed other losses of the same outputs")
+    def other_losses_in_three_calls(wrap: Wrap) -> None:
+        tiles, model = mpi4dl.tiles(1, comm.size, comm=comm), made()
+        tiles.backward(tiles.whole(model(tiles.cut(images))).sum() * (1 + comm.rank), model)
+
     @refused_with("NoRule: Tensor.mul has no exact rule")
     def cut_with_a_gradient(wrap: Wrap) -> None:
         tiles = mpi4dl.tiles(1, comm.size, comm=comm)
@@ -339,7 +364,7 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
         cut = tiles.cut(images.clone().requires_grad_())
         (cut * cut).mean().backward()
 
-    assert len(found) == 23
+    assert len(found) == 27
     assert {name: message for name, (words, message) in found.items() if not message.startswith(words)} == {}
 
 

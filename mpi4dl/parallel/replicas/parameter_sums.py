@@ -204,10 +204,13 @@ class BackwardPass:
 
 
 class ForwardPass:
-    """One call of a model: `use(p)` is a tensor with the values of a parameter, whose gradient is summed over ranks."""
+    """One call of a model: `use(p)` is a tensor with the values of a parameter, whose gradient is summed over ranks.
 
-    def __init__(self, buckets: GradientBuckets) -> None:
-        self.buckets = buckets
+    All ranks know it by the same `number`.
+    """
+
+    def __init__(self, buckets: GradientBuckets, number: int) -> None:
+        self.buckets, self.number = buckets, number
         self.backward: BackwardPass | None = None
         self._expected = [0] * len(buckets.buckets)
         self._sums: dict[int, Tensor] = {}

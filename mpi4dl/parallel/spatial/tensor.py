@@ -275,7 +275,7 @@ class SpatialTensor(Tensor):
     _first_look: Callable[[], None] | None = None
     _memory: Memory | None = None
     retained: "Tensor | None" = None
-    kept = False  # by somebody beside what a model returns, see `own_loop`
+    kept: Any = None  # the forward pass that made it, if somebody keeps it beside what a model returns: `own_loop`
     output: Tensor | None = None  # what it is outside of the model, if it is kept
     gathered: Any = None
     halo_sources: tuple[HaloSource, ...] = ()

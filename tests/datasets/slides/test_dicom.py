@@ -17,7 +17,7 @@ from mpi4dl.datasets.slides.dataset import SlideFolder, SlideOptions
 from mpi4dl.datasets.slides.slide import Resolution, Slide, open_slide
 from mpi4dl.geometry import Interval
 from mpi4dl.inference.masks import bases_of
-from mpi4dl.results.job import identity_of
+from mpi4dl.results.job import ItemInput, identity_of
 from tests.datasets.boxes import smooth_image
 from tests.datasets.slides.dicom import series
 
@@ -99,6 +99,28 @@ def test_a_slide_of_other_files_than_were_listed_is_refused(tmp_path: Path) -> N
     series(tmp_path / "a", levels())
     with pytest.raises(DatasetError, match=r"bytes here, but had \d+ when it was listed"):
         slides.image(0)
+
+
+def test_a_slide_that_a_file_names_is_all_files_of_its_series(tmp_path: Path) -> None:
+    named, coarser = series(tmp_path, levels()[:2])
+    other = series(tmp_path, levels()[1:2], number=2)[0]
+    slide = ItemInput(named)
+    known, state = slide.identity(), slide.state()
+    other.write_bytes(other.read_bytes()[:-1] + b"\1")
+    assert slide.is_as_in(known)
+    coarser.write_bytes(coarser.read_bytes()[:-1] + b"\1")
+    assert not slide.is_as_in(known)
+    assert slide.state() != state
+
+
+def test_a_slide_of_mrxs_is_all_files_of_its_folder(tmp_path: Path) -> None:
+    slide, data = ItemInput(tmp_path / "a.mrxs"), tmp_path / "a" / "Data0000.dat"
+    data.parent.mkdir()
+    for path in (tmp_path / "a.mrxs", data):
+        path.write_bytes(bytes(100))
+    known = slide.identity()
+    data.write_bytes(bytes(99) + b"\1")
+    assert not slide.is_as_in(known)
 
 
 def cut(paths: list[Path]) -> None:

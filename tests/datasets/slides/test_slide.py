@@ -19,7 +19,7 @@ from mpi4dl.datasets.slides.slide import Level, Resolution, Slide, SlideFile, op
 from mpi4dl.geometry import Interval
 from mpi4dl.options.config import parse
 from mpi4dl.options.sources import source_of
-from tests.datasets.slides.layouts import LAYOUTS, MPP, label_of, picture, pyramid
+from tests.datasets.slides.layouts import LAYOUTS, MPP, TILED, label_of, picture, pyramid
 from tests.pool.job import mpirun
 
 SIDE = 2100  # px: two levels
@@ -102,6 +102,26 @@ def test_slides_are_read_as_scanners_lay_them_out(name: str, tmp_path: Path) -> 
         assert read.shape == expected.shape
         inner = np.abs(read.astype(int) - expected)[3:-3, 3:-3]  # beyond what Leica scanned it is white
         assert inner.max() <= layout.tolerance, mpp
+
+
+@pytest.mark.parametrize("masks", [3, 1])
+def test_slides_are_white_outside_of_the_masks_in_their_files(tmp_path: Path, masks: int) -> None:
+    """As GDAL writes them. A level without a mask is left out, since nobody says what counts of its pixels."""
+    levels, path = pyramid(picture((768, 512))), tmp_path / "masked.tif"
+    with tifffile.TiffWriter(path) as file:
+        for number, level in enumerate(levels):
+            inside = np.ones(level.shape[:2], bool)
+            inside[: 256 >> number, 128 >> number :] = False
+            file.write(np.where(inside[..., None], level, np.uint8(0)), subfiletype=int(number > 0), **TILED)
+            if number < masks:
+                file.write(inside, photometric=4, subfiletype=4 + int(number > 0), tile=(128, 128), metadata=None)
+            level[~inside] = 255
+    assert len(open_slide(path).file.levels) == masks
+    assert np.array_equal(whole(open_slide(path)), levels[0])
+    if masks == 3:
+        assert np.array_equal(whole(open_slide(path, Resolution(level=2))), levels[2])
+    else:
+        assert (whole(open_slide(path).thumbnail(192))[:60, 36:] == 255).all()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
