@@ -524,8 +524,11 @@ def read_split_file(path: Path) -> tuple[Sample, ...]:
     Raises:
         DatasetError: no such columns, or a sample in two parts or twice, which names the file and the line.
     """
-    known = {*PARTS, *ROLES["slide"]}
-    table = CsvTable(path, (), lambda name: folded_column(name) in known, _SPLIT_LAYOUT, "sample", numbered=True)
+
+    def names_slides(column: str) -> bool:
+        return column.casefold() in PARTS or folded_column(column) in ROLES["slide"]
+
+    table = CsvTable(path, (), names_slides, _SPLIT_LAYOUT, "sample", numbered=True)
     if any(folded_column(name) in ("split", "fold") for name in table.columns):
         columns = _Columns(table, _NO_COLUMNS, ())
         taken = columns.taken

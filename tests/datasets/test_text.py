@@ -536,14 +536,6 @@ def test_the_split_is_disjoint_and_a_new_document_moves_no_other(tmp_path: Path)
     assert split_documents(file, 0.2, seed=1)[1].names != before[1].names
 
 
-def test_a_split_that_cannot_be_is_refused(tmp_path: Path) -> None:
-    file = encoded(tmp_path, {"only.txt": "one document"})
-    with pytest.raises(DatasetError, match=r"needs two documents or more, but there are 1"):
-        split_documents(file, 0.5)
-    with pytest.raises(DatasetError, match=r"`val_fraction` 1.0: the share"):
-        split_documents(file, 1.0)
-
-
 def test_bits_per_byte() -> None:
     # Bytes that a model takes for alike cost 8 bits each; tokens of two bytes that cost 4 bits, 2 bits a byte.
     assert bits_per_byte(math.log(256), 100, 100) == pytest.approx(8)

@@ -197,13 +197,6 @@ def test_a_jpeg_that_claims_far_more_pixels_than_its_tile_is_refused(tmp_path, p
         open_image(tmp_path / "bomb.tif").read(*whole(64, 64))
 
 
-def test_five_channels_are_refused(tmp_path):
-    path = tmp_path / "a.tif"
-    tifffile.imwrite(path, noise_image(HEIGHT, WIDTH, 5), **TILED, photometric="minisblack", planarconfig="contig")
-    with pytest.raises(BadImage, match=r"has 5 channels; expected 1 \(grey\) or 3 \(colour\), and alpha"):
-        open_image(path)
-
-
 SCALED = {
     "12 bits": ((GREY.astype(int) * 4095 // 255).astype(np.uint16), {"bitspersample": 12}),
     "12 of 16 bits": ((GREY.astype(int) * 4095 // 255).astype(np.uint16), {"extratags": [(281, "H", 1, 4095, True)]}),
