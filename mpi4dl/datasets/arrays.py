@@ -158,8 +158,8 @@ def load_cifar(folder: Path) -> tuple[ArrayDataset, ArrayDataset]:
         label_key, names_key = b"fine_labels", b"fine_label_names"
     names = _load(folder / meta, names_key)[names_key]
     classes = tuple(name.decode() for name in names)
-    train, test = (_dataset([folder / name for name in files], label_key, classes) for files in (training, test_files))
-    return train, test
+    train, test = ([folder / name for name in files] for files in (training, test_files))
+    return _dataset(train, label_key, classes), _dataset(test, label_key, classes)
 
 
 def _dataset(files: list[Path], label_key: bytes, classes: tuple[str, ...]) -> ArrayDataset:

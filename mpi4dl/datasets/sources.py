@@ -501,8 +501,12 @@ def open(
         images = Synthetic(num_train + num_val, size, num_classes or SYNTHETIC_CLASSES, seed)
         return Subset(images, range(num_train)), Subset(images, range(num_train, num_train + num_val))
     path = Path(source).expanduser()
-    found: Sequence[Named] = _arrays(path, size)
-    if not found:
+    found: Sequence[Named] = ()
+    if path.suffix == ".npz":
+        found = [part for part in load_npz(path, len(size)) if part is not None]
+    elif len(size) == 2 and is_cifar(path):
+        found = load_cifar(path)
+    else:
         if not path.exists():
             raise DatasetError(
                 f"{source}: no such file or folder; expected {SYNTHETIC!r}, a folder of images or an .npz"
@@ -531,11 +535,3 @@ def open(
     if task is not None and task_of(training) != task:
         raise DatasetError(f"{source}: has labels to {task_of(training)}, not to {task}; {FORMS[task].where}")
     return training, validation
-
-
-def _arrays(path: Path, size: tuple[int, ...]) -> tuple[Named, ...]:
-    """The arrays to train on and to validate with, or all of them if the source does not say which; else nothing."""
-    if path.suffix == ".npz":
-        training, test = load_npz(path, len(size))
-        return (training, test) if test else (training,)
-    return load_cifar(path) if len(size) == 2 and is_cifar(path) else ()

@@ -118,10 +118,8 @@ def split(
     aside = split_patients(
         patients, strata, fraction, seed, validating, names, validates, "patients" if known else "samples"
     )
-    return (
-        Subset(dataset, [index for index, held in enumerate(aside) if not held]),
-        Subset(dataset, [index for index, held in enumerate(aside) if held]),
-    )
+    training, validation = ([i for i, held in enumerate(aside) if held is part] for part in (False, True))
+    return Subset(dataset, training), Subset(dataset, validation)
 
 
 def place(name: str, seed: int) -> float:

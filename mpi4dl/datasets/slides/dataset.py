@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,7 +56,8 @@ class SlideOptions:
 class SlideFolder(SampleFiles):
     """Slides by a table, or all of a folder.
 
-    `tell(doing, done, total)` hears of annotations that were read. Raises as `read_samples`.
+    `columns` are the task and the columns, as of `read_samples`. `tell(doing, done, total)` hears of annotations that
+    were read. Raises as `read_samples`.
     """
 
     kind, of_slides = SLIDES, True
@@ -68,16 +69,13 @@ class SlideFolder(SampleFiles):
         options: SlideOptions,
         *,
         folder: Path | None = None,
-        task: str | None = None,
-        label_columns: Sequence[str] | None = None,
         classes: tuple[str, ...] | None = None,
-        columns: Mapping[str, Any] | None = None,
         tell: Tell = quietly,
+        **columns: Any,
     ) -> None:
-        kind, root = self.kind, folder or (source if source.is_dir() else source.parent)
-        how: dict[str, Any] = {"task": task, "label_columns": label_columns, "classes": classes}
-        found = read_samples(source, kind, folder=folder, columns=columns or {}, **how)
-        super().__init__(source, root, found, kind)
+        root = folder or (source if source.is_dir() else source.parent)
+        found = read_samples(source, self.kind, folder=folder, classes=classes, **columns)
+        super().__init__(source, root, found, self.kind)
         self.options = options
         self.pixels: SlideMasks | SlideTargets | None = None  # labels of pixels
         if found.task == "segment":
