@@ -303,31 +303,34 @@ def open_stored_picture(path: Path, bands: Sequence[int] = ()) -> StoredPicture:
             return StoredPicture(path, *tiff.open_values(path, bands))
         wide = head[:4] == _PNG and head[-1] == 16
         with PIL.Image.open(path) as image:
-            size, mode, tag = image.size, image.mode, PIL.Image.Image.getexif(image).get(TAG)
             transparent = "transparency" in image.info
-        if mode not in _CHANNELS or transparent:
-            told = f"has pixels of {mode}{' with transparency' * transparent}"
-            raise BadImage(path, f"{told}: expected 1 channel (grey) or 3 (RGB), of 8 or 16 bits")
-    count = _CHANNELS[mode]
-    places = tiff.chosen_bands(path, bands, count)
+            if image.mode not in _CHANNELS or transparent:
+                told = f"has pixels of {image.mode}{' with transparency' * transparent}"
+                raise BadImage(path, f"{told}: expected 1 channel (grey) or 3 (RGB), of 8 or 16 bits")
+            count = _CHANNELS[image.mode]
+            places = tiff.chosen_bands(path, bands, count)
 
-    def decode() -> npt.NDArray[Any]:
-        if wide:  # of three channels Pillow has 8 bits
-            codecs = package("imagecodecs", f"{path}: reading PNG of 16 bits", "tifffile", "imagecodecs")
-            found: npt.NDArray[Any] = codecs.png_decode(path.read_bytes())
-        else:
-            with PIL.Image.open(path) as image:
-                found = np.asarray(image.convert("RGB" if count == 3 else "L"))
-        return found.reshape(*size[::-1], count)[..., places]
+            def pixels(opened: PIL.Image.Image) -> npt.NDArray[Any]:
+                if wide:  # of three channels Pillow has 8 bits
+                    codecs = package("imagecodecs", f"{path}: reading PNG of 16 bits", "tifffile", "imagecodecs")
+                    found: npt.NDArray[Any] = codecs.png_decode(path.read_bytes())
+                else:
+                    found = np.asarray(opened.convert("RGB" if count == 3 else "L"))
+                return found.reshape(*opened.size[::-1], count)[..., places]
 
-    stored = upright(decoded(size, decode), tag)
-    return StoredPicture(path, stored, len(places), "uint16" if wide else "uint8")
+            return StoredPicture(path, picture(path, image, pixels), len(places), "uint16" if wide else "uint8")
 
 
-def decoded(size: tuple[int, int], decode: Callable[[], npt.NDArray[Any]]) -> Image:
-    """An image of this size (width, height), of which all is decoded at the first `read`."""
-    pixels = cache(decode)
-    return FunctionImage(size[::-1], lambda *space: pixels()[tuple(slice(*interval) for interval in space)])
+def picture(path: Path, image: PIL.Image.Image, pixels: Callable[[PIL.Image.Image], npt.NDArray[Any]]) -> Image:
+    """A picture as Pillow opened it, upright, of which all is decoded at the first `read`."""
+
+    @cache
+    def decoded() -> npt.NDArray[Any]:
+        with PIL.Image.open(path) as opened:
+            return pixels(opened)
+
+    stored = FunctionImage(image.size[::-1], lambda *space: decoded()[tuple(slice(*each) for each in space)])
+    return upright(stored, PIL.Image.Image.getexif(image).get(TAG))
 
 
 def planes_of(pixels: Values) -> npt.NDArray[np.float32]:

@@ -11,8 +11,7 @@ import PIL.Image
 from mpi4dl._files import open_regular
 from mpi4dl.datasets import tiff
 from mpi4dl.datasets.base import IGNORED, BadImage, FunctionImage, Image, blaming
-from mpi4dl.datasets.colour import TAG, upright
-from mpi4dl.datasets.files import ZARR_SUFFIXES, decoded, is_zarr
+from mpi4dl.datasets.files import ZARR_SUFFIXES, is_zarr, picture
 from mpi4dl.datasets.volumes import VOLUME_SUFFIXES, open_volume
 from mpi4dl.geometry import Interval
 
@@ -99,23 +98,17 @@ def _integers(path: Path, stored: Image, space: tuple[Interval, ...]) -> npt.NDA
 
 def _open_picture(path: Path) -> Image:
     with PIL.Image.open(path) as image:
-        size, mode, kind = image.size, image.mode, image.format
+        kind, mode = image.format, image.mode
         if mode == "LA":  # which is grey where nothing is transparent
             opaque = image.getchannel("A").getextrema() == (_WHITE, _WHITE)
             mode = "L" if opaque else mode
-        orientation = PIL.Image.Image.getexif(image).get(TAG)
-    if kind not in ("PNG", "BMP", "GIF"):
-        raise BadImage(path, f"is a {kind} file: masks are PNG, TIFF, BMP or GIF, which keep the number of each pixel")
-    if mode not in _MODES:
-        raise BadImage(
-            path, f"is a picture in colours ({mode}): a mask is grey or has a palette, of numbers of classes"
-        )
-
-    def decode() -> npt.NDArray[Any]:
-        with PIL.Image.open(path) as image:
-            return indices_of(image)
-
-    return upright(decoded(size, decode), orientation)
+        if kind not in ("PNG", "BMP", "GIF"):
+            told = "masks are PNG, TIFF, BMP or GIF, which keep the number of each pixel"
+            raise BadImage(path, f"is a {kind} file: {told}")
+        if mode not in _MODES:
+            told = "a mask is grey or has a palette, of numbers of classes"
+            raise BadImage(path, f"is a picture in colours ({mode}): {told}")
+        return picture(path, image, indices_of)
 
 
 def indices_of(image: PIL.Image.Image) -> npt.NDArray[Any]:
