@@ -3,24 +3,21 @@
     python -m benchmarks run allreduce --ranks 2,4 --sizes 4,64,1024,16384 --dtypes float32,bfloat16
 
     library, direct, ring      one algorithm of mpi4dl.comm.allreduce for all sizes
-    two-level                  the same, half of the ranks on another node, or as if they were (4 ranks or more)
+    two-level                  the same, as if half of the ranks were on another node (4 ranks or more)
     picked                     the algorithm that mpi4dl takes for that size
     gloo                       torch.distributed.all_reduce
     raw mpi4py                 a blocking Allreduce in place (not for bfloat16, which MPI does not have)
 
-With `--nodes 2` the ranks are on two nodes, which root can make of one machine: network namespaces, joined by a cable,
-that share no memory. Each number of ranks is a job, and the jobs take turns. All contestants run on the same ranks of
-it, burst by burst; a burst takes as long as on its slowest rank.
+Each number of ranks is a job, and the jobs take turns. All contestants run on the same ranks of it, burst by burst; a
+burst takes as long as on its slowest rank.
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.common import options as declared
 from benchmarks.common.charts import Lines, lines
-from benchmarks.common.nodes import asked_for
 from benchmarks.common.options import Option, Options, listed
 from benchmarks.common.report import publish
 from benchmarks.common.results import Column, spread, table
@@ -40,7 +37,6 @@ DTYPES = ("float32", "bfloat16")
 BURST_BYTES = 1 << 24
 OPTIONS = (
     declared.ranks("2,4"),
-    Option("--nodes", int, 1, "emulated nodes that share the ranks", {"choices": (1, 2)}),
     declared.counts("--sizes", "4,16,64,256,1024,4096,16384,65536", "of the buffers, in KB of 1024"),
     Option("--dtypes", listed(choice(*DTYPES)), "float32,bfloat16", f"of {', '.join(DTYPES)}"),
     declared.count("--iterations", 50, "sums in a burst, fewer of them above 16 MB in all"),
@@ -50,11 +46,7 @@ QUICK = {"ranks": "2,4", "sizes": "4,2048", "iterations": 2, "rounds": 1}
 
 
 def check(options: Options) -> str | None:
-    if min(options.ranks) < 2:
-        return "--ranks: a sum takes at least 2 ranks"
-    if options.nodes == 2 and any(ranks < 4 or ranks % 2 for ranks in options.ranks):
-        return "--ranks: with --nodes 2 even numbers of at least 4"
-    return None
+    return "--ranks: a sum takes at least 2 ranks" if min(options.ranks) < 2 else None
 
 
 def raw(comm: "Communicator") -> Sum:
@@ -67,8 +59,8 @@ def raw(comm: "Communicator") -> Sum:
     return run
 
 
-def contests(comm: "Communicator", nodes: int = 1) -> tuple[dict[str, Sum], Callable[["torch.Tensor"], str]]:
-    """Contestants by name, and the algorithm that is picked for a tensor; on one node half plays another one.
+def contests(comm: "Communicator") -> tuple[dict[str, Sum], Callable[["torch.Tensor"], str]]:
+    """Contestants by name, and the algorithm that is picked for a tensor; half of the ranks play another node.
 
     Collective. Raises `Refusal` on all ranks if one of them sums wrongly.
     """
@@ -79,7 +71,7 @@ def contests(comm: "Communicator", nodes: int = 1) -> tuple[dict[str, Sum], Call
     def finished(all_reduce: allreduce.AllReduce) -> Sum:
         return lambda flat: all_reduce(flat).wait()
 
-    half = comm.rank // (comm.size // 2) if nodes == 1 else None
+    half = comm.rank // (comm.size // 2)
     names = [name for name in allreduce.ALGORITHMS if comm.size >= 4 or name != "two-level"]
     sums = {name: finished(allreduce.pick(comm, name, half if name == "two-level" else None)) for name in names}
     picked = allreduce.pick(comm, "auto")
@@ -116,21 +108,15 @@ def work(options: Options) -> None:
         return answer
 
     with gloo(comm):
-        sums, algorithm = contests(comm, options.nodes)
+        sums, algorithm = contests(comm)
         answer_turns(turn, comm)
 
 
 def run(options: Options) -> None:
     contestants = [options.contestant(str(ranks), ranks) for ranks in options.ranks]
-    with ExitStack() as stack:
-        if options.nodes == 2:
-            cluster = stack.enter_context(asked_for("--nodes 2"))
-            for contestant in contestants:
-                contestant.launch = cluster.launch(contestant.ranks // options.nodes)
-        take_turns(contestants, options.rounds)
+    take_turns(contestants, options.rounds)
     rows = summarise(contestants)
-    title = f"all-reduce{', half of the ranks on each of two nodes' if options.nodes == 2 else ''}"
-    publish(options, title, as_tables(rows), draw(rows, title), rows)
+    publish(options, "all-reduce", as_tables(rows), draw(rows, "all-reduce"), rows)
 
 
 def summarise(contestants: list[Contestant]) -> list[dict[str, Any]]:

@@ -16,12 +16,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.common import options as declared
+from benchmarks.common.charts import estimates
 from benchmarks.common.options import Option, Options, listed
 from benchmarks.common.report import NAME, RANKS, publish
 from benchmarks.common.results import Column, table
 from benchmarks.common.turns import measure_once
 from benchmarks.forecast import builder
-from mpi4dl._palette import CURVES
 from mpi4dl.options.kinds import POSITIVE, choice
 
 if TYPE_CHECKING:
@@ -206,17 +206,4 @@ def judged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def draw(rows: list[dict[str, Any]], title: str) -> Any:
     """Estimated against measured milliseconds, a line for each case."""
-    from matplotlib.figure import Figure
-
-    figure = Figure((7, 6))
-    axes = figure.add_subplot()
-    names = list(dict.fromkeys(row["name"] for row in rows))
-    for i, name in enumerate(names):
-        own = [row for row in rows if row["name"] == name]
-        measured, expected = ([row[key] for row in own] for key in ("measured_ms", "estimated_ms"))
-        axes.loglog(measured, expected, "o-", color=CURVES[i % len(CURVES)], label=name)
-    ends = [f(row[key] for row in rows for key in ("measured_ms", "estimated_ms")) for f in (min, max)]
-    axes.loglog(ends, ends, "--", color="0.6")
-    axes.set(xlabel="measured ms", ylabel="estimated ms", title=title)
-    axes.legend(fontsize="x-small")
-    return figure
+    return estimates(rows, lambda row: row["name"], title, "o-")

@@ -6,7 +6,6 @@
     ours                       the engine: the same as plain PyTorch on the whole batch, batch norm over all ranks
     ours, norm per rank        the engine's sum of gradients (Reducer) around plain PyTorch: what DDP computes
     DDP                        batch norm of each rank's samples alone, so that results depend on the number of ranks
-    DDP, SyncBatchNorm         batch norm over all ranks, which PyTorch has for GPUs alone
 
 As in Horovod's synthetic benchmark: random images, SGD, images/s of a rank as mean +- 1.96 standard
 deviations. Each number of ranks is a job, and the jobs take turns; so do all contestants on the ranks of a job, after
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
 
 PYTORCH, OURS, OURS_PER_RANK = "plain PyTorch", "ours", "ours, norm per rank"
-DDP, SYNCHRONISED = "DDP", "DDP, SyncBatchNorm"
-COLORS = {PYTORCH: PLAIN, OURS: OTHERS, OURS_PER_RANK: THIRD, DDP: PEERS, SYNCHRONISED: "tab:red"}
+DDP = "DDP"
+COLORS = {PYTORCH: PLAIN, OURS: OTHERS, OURS_PER_RANK: THIRD, DDP: PEERS}
 DEVIATIONS = 1.96
 NUM_CLASSES = 1000
 CHECKED_STEPS = 2
@@ -72,16 +71,11 @@ class Contests:
         self.batch_images = images.to(self.device, dtype)
         own = slice(comm.rank * options.batch_size, (comm.rank + 1) * options.batch_size)
         self.own = self.batch_images[own], self.batch_labels[own].to(self.device)
-        self.missing: dict[str, str] = {}
         self.steps = {OURS: self.ours(), DDP: self.ddp(self.model())}
         if comm.size == 1:
             self.steps[PYTORCH] = self.plain()
-            return
-        self.steps[OURS_PER_RANK] = self.ours_per_rank()
-        try:
-            self.steps[SYNCHRONISED] = self.synchronised()
-        except ValueError as refusal:
-            self.missing[SYNCHRONISED] = str(refusal)
+        else:
+            self.steps[OURS_PER_RANK] = self.ours_per_rank()
 
     def check(self) -> None:
         """Raises `Refusal` on all ranks if contestants that should have the same losses have not. Collective."""
@@ -155,11 +149,6 @@ class Contests:
 
         return self.loop(DistributedDataParallel(model, gradient_as_bucket_view=True), self.own)
 
-    def synchronised(self) -> "Step":
-        from torch.nn import SyncBatchNorm
-
-        return self.ddp(SyncBatchNorm.convert_sync_batchnorm(self.model()))
-
 
 def work(options: Options) -> None:
     """All contests on these ranks; an answer has the seconds of a step by contestant."""
@@ -176,8 +165,9 @@ def work(options: Options) -> None:
 
         def turn() -> dict[str, Any]:
             steps = contests.steps.items()
-            seconds = {name: burst_seconds(comm, step, options.steps, contests.device) for name, step in steps}
-            return {"seconds": seconds, "missing": contests.missing}
+            return {
+                "seconds": {name: burst_seconds(comm, step, options.steps, contests.device) for name, step in steps}
+            }
 
         answer_turns(turn, comm)
 
@@ -185,11 +175,10 @@ def work(options: Options) -> None:
 def run(options: Options) -> None:
     contestants = [options.contestant(str(ranks), ranks) for ranks in options.ranks]
     take_turns(contestants, options.rounds)
-    rows, missing = summarise(contestants, options.batch_size), contestants[-1].answers[0]["missing"]
+    rows = summarise(contestants, options.batch_size)
     batch = f"batch of {options.batch_size} a rank, {options.image_size} px"
     title = f"{options.model}, {batch}, {options.device}, {counted(options.threads, 'thread')} a rank"
-    text = "\n".join([table(rows, COLUMNS), *(f"{name}: not measured: {why}" for name, why in missing.items())])
-    publish(options, title, text, draw(rows, title), rows, not_measured=missing)
+    publish(options, title, table(rows, COLUMNS), draw(rows, title), rows)
 
 
 def summarise(contestants: list[Contestant], batch_size: int) -> list[dict[str, Any]]:

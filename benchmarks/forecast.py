@@ -22,19 +22,21 @@ where they differ most.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import log
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.common import options as declared
-from benchmarks.common.nodes import asked_for
+from benchmarks.common.charts import estimates
+from benchmarks.common.nodes import NoNodes, two_nodes
 from benchmarks.common.options import Option, Options, listed
 from benchmarks.common.report import NAME, RANKS, publish
 from benchmarks.common.results import Column, mebibytes, table
 from benchmarks.common.turns import measure_once
-from mpi4dl._palette import CURVES
 from mpi4dl._wording import counted
 from mpi4dl.options.kinds import POSITIVE, TEXT, choice
 
@@ -330,7 +332,11 @@ def nodes_of(options: Options) -> "Iterator[list[str]]":
     if options.clock != NETWORK:
         yield []
         return
-    with asked_for(f"--clock {NETWORK}", 1e3 * options.network_gigabytes) as cluster:
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        try:
+            cluster = stack.enter_context(two_nodes(Path(folder), 1e3 * options.network_gigabytes))
+        except NoNodes as none:
+            raise SystemExit(f"--clock {NETWORK}: {none}") from None
         yield cluster.launch(1)
 
 
@@ -372,22 +378,4 @@ def ordered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def draw(rows: list[dict[str, Any]], title: str) -> Any:
     """Estimated against measured milliseconds, by model and ranks."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    figure = Figure((6, 5.5))
-    axes = figure.add_subplot()
-    groups = list(dict.fromkeys((row["model"], row["ranks"]) for row in rows))
-    for color, group in zip(CURVES * len(groups), groups, strict=False):
-        own = [row for row in rows if (row["model"], row["ranks"]) == group]
-        measured, estimated = ([row[key] for row in own] for key in ("measured_ms", "estimated_ms"))
-        axes.loglog(measured, estimated, "o", color=color, label=f"{group[0]}, {counted(group[1], 'rank')}")
-    ends = [f(row[key] for row in rows for key in ("measured_ms", "estimated_ms")) for f in (min, max)]
-    axes.loglog(ends, ends, "--", color="0.6", label="alike")
-    axes.set(xlabel="measured ms of a step", ylabel="estimated ms", title=title)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axis.set_major_formatter("{x:,g}")
-        axis.set_minor_formatter(NullFormatter())
-    axes.legend()
-    return figure
+    return estimates(rows, lambda row: f"{row['model']}, {counted(row['ranks'], 'rank')}", title, "o")

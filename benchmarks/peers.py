@@ -5,8 +5,8 @@
     plain PyTorch            one process, a loop over the microbatches
     gpipe, 1f1b, interleaved, zero-bubble
                              torch.distributed.pipelining over gloo and over our backend, and the engine's schedules
-    DDP, FSDP2               DistributedDataParallel and fully_shard on each layer, over gloo and over our backend, with
-                             gradients added up over microbatches; the engine's replicas, and its ZeRO 3
+    DDP                      DistributedDataParallel over gloo and over our backend, with gradients added up over
+                             microbatches; the engine's replicas (the benchmark `zero` has FSDP2)
 
 All have the same layers, cut at the same places, weights, batch, microbatches, SGD and one thread a process.
 Zero-bubble is ZB-H1 of ours, and InterleavedZeroBubble (ZB1P) with one stage a rank. The engine takes batch norm over
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from mpi4dl.parallel.plan import Plan
 
 TRANSFORMER = "transformer"
-PIPELINES, REPLICAS = ("gpipe", "1f1b", "interleaved", "zero-bubble"), ("DDP", "FSDP2")
+PIPELINES, REPLICAS = ("gpipe", "1f1b", "interleaved", "zero-bubble"), ("DDP",)
 METHODS = PIPELINES + REPLICAS
 ENGINE, GLOO, BACKEND = "engine", "gloo", "backend"
 SIDES = (GLOO, BACKEND, ENGINE)
@@ -251,31 +251,16 @@ def pipeline(task: Task, method: str, counts: Sequence[int]) -> "Step":
     return step
 
 
-def data_parallel(task: Task, method: str) -> "Step":
-    """DistributedDataParallel, or FSDP2 on each layer: a rank's samples in microbatches of the same size."""
+def data_parallel(task: Task) -> "Step":
+    """DistributedDataParallel: a rank's samples in microbatches of the same size."""
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    layers: Any = task.layers()
     batch, num_microbatches = task.share(rank, size), task.num_microbatches // size
-    if method == "DDP":
-        ddp = DistributedDataParallel(layers, gradient_as_bucket_view=True)
-        sums: dict[bool, Any] = {True: nullcontext, False: ddp.no_sync}
-        return loop_of(ddp, batch, num_microbatches, share=1 / size, sums=lambda last: sums[last]())
-    mesh = init_device_mesh("cpu", (size,))
-    for layer in layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(layers, mesh=mesh)
-
-    @contextmanager
-    def summing(last: bool) -> Iterator[None]:
-        layers.set_requires_gradient_sync(last)
-        yield
-
-    return loop_of(layers, batch, num_microbatches, share=1 / size, sums=summing)
+    ddp = DistributedDataParallel(task.layers(), gradient_as_bucket_view=True)
+    sums: dict[bool, Any] = {True: nullcontext, False: ddp.no_sync}
+    return loop_of(ddp, batch, num_microbatches, share=1 / size, sums=lambda last: sums[last]())
 
 
 def plan_of(method: str, num_ranks: int, num_microbatches: int) -> "Plan":
@@ -284,7 +269,7 @@ def plan_of(method: str, num_ranks: int, num_microbatches: int) -> "Plan":
     if method in PIPELINES:
         chunks = CHUNKS if method == "interleaved" else 1
         return Plan(((1, 1),) * num_ranks, microbatches=num_microbatches, schedule=method, chunks=chunks)
-    return Plan(data=num_ranks, microbatches=num_microbatches // num_ranks, zero=3 if method == "FSDP2" else 0)
+    return Plan(data=num_ranks, microbatches=num_microbatches // num_ranks)
 
 
 def engine(task: Task, method: str, counts: Sequence[int], comm: "Communicator") -> "Step":
@@ -319,7 +304,7 @@ def joined(task: Task, contest: Contest, counts: Sequence[int], comm: "Communica
     else:
         with {GLOO: gloo, BACKEND: over_mpi}[contest.side](comm):
             pipelined = contest.method in PIPELINES
-            yield pipeline(task, contest.method, counts) if pipelined else data_parallel(task, contest.method)
+            yield pipeline(task, contest.method, counts) if pipelined else data_parallel(task)
 
 
 def work(options: Options) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.common.results import pyplot
+from mpi4dl._palette import CURVES
 from mpi4dl._wording import counted
 
 Row = Mapping[str, Any]
@@ -133,4 +134,26 @@ def lines(panels: Sequence[Lines], title: str, columns: int = 2) -> Any:
         shown = {name: line for axis in axes.flat for line, name in zip(*axis.get_legend_handles_labels(), strict=True)}
         figure.legend([shown[name] for name in names], names, frameon=False, fontsize=8, loc="outside right center")
     figure.suptitle(title, fontsize=10, wrap=True)
+    return figure
+
+
+def estimates(rows: Sequence[Row], by: Callable[[Row], str], title: str, marks: str) -> Any:
+    """Estimated against measured milliseconds, in `marks` of a color for each value of `by`."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    figure = Figure((6.5, 6))
+    axes = figure.add_subplot()
+    groups = list(dict.fromkeys(map(by, rows)))
+    for color, group in zip(CURVES * len(groups), groups, strict=False):
+        both = [(row["measured_ms"], row["estimated_ms"]) for row in rows if by(row) == group]
+        axes.loglog(*zip(*both, strict=True), marks, color=color, label=group)
+    ends = [f(row[key] for row in rows for key in ("measured_ms", "estimated_ms")) for f in (min, max)]
+    axes.loglog(ends, ends, "--", color="0.6", label="alike")
+    axes.set(xlabel="measured ms", ylabel="estimated ms", title=title)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter("{x:,g}")
+        axis.set_minor_formatter(NullFormatter())
+    axes.legend(fontsize="small")
     return figure

@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,17 +110,6 @@ def two_nodes(folder: Path, megabytes: float | None = None) -> Iterator[Cluster]
             with contextlib.suppress(subprocess.SubprocessError):
                 ip("netns", "del", name)
             shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def asked_for(option: str, megabytes: float | None = None) -> Iterator[Cluster]:
-    """The nodes that an option of a command asks for; where they cannot be, the command ends and says so."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        try:
-            cluster = stack.enter_context(two_nodes(Path(folder), megabytes))
-        except NoNodes as none:
-            raise SystemExit(f"{option}: {none}") from None
-        yield cluster
 
 
 def _connect(names: Sequence[str], cables: Sequence[str], network: str, hosts: str) -> None:

@@ -45,7 +45,7 @@ from mpi4dl.parallel.replicas.parameter_sums import (
 )
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.halo import gather, gather_axes
-from mpi4dl.parallel.spatial.rules.hooks import whole_gradient, whole_gradients
+from mpi4dl.parallel.spatial.rules.hooks import FunctionOfShares, whole_gradient, whole_gradients
 from mpi4dl.parallel.spatial.sharding import from_tile, shard, spread_evenly
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, guards, in_arguments, local_part, refusal
 
@@ -409,15 +409,16 @@ class _Border(TorchFunctionMode):
         self._entered.clear()
         for found in self._made:
             x = found()
-            if isinstance(x, SpatialTensor):
-                x.kept = self._running
-            elif type(x) is UsedParameter or (type(x) is Tensor and x.requires_grad and x.grad_fn is not None):
+            if type(x) is UsedParameter or (type(x) is Tensor and x.requires_grad and x.grad_fn is not None):
                 _keep(x, self._grid, self._running)
         return result
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if function == GRAD_FN:
+            found = function(*args)
+            return found if found is None or type(args[0]) is SpatialTensor else FunctionOfShares(found)
         if not torch.is_grad_enabled() or (getattr(function, "__name__", "") == "__get__" and function not in VIEWS):
             return function(*args, **(kwargs or {}))
         args, kwargs = in_arguments(args, kwargs, self._within)
@@ -436,7 +437,7 @@ class _Border(TorchFunctionMode):
 
     def _note(self, result: Any) -> None:
         if isinstance(result, Tensor):
-            if result.requires_grad if type(result) in (Tensor, UsedParameter) else isinstance(result, SpatialTensor):
+            if type(result) in (Tensor, UsedParameter) and result.requires_grad:
                 self._known.add(id(result))
                 self._made.append(weakref.ref(result))
         elif isinstance(result, tuple | list):
@@ -512,16 +513,17 @@ def _whole_gradient(x: Tensor, share: Tensor) -> Tensor:
     return share
 
 
+GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 VIEWS = tuple(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
 OF_GRADIENT = tuple(getattr(Tensor.grad, name) for name in ("__get__", "__set__", "__delete__"))
 
 
 def outside(x: Tensor) -> Tensor:
     """What somebody kept of a model as the output that it is; other tensors are what they are."""
-    if isinstance(x, SpatialTensor) and x.kept:
+    if isinstance(x, SpatialTensor) and x.made_in is not None and x.kept:
         if x.output is None:
             with torch.enable_grad():
-                x.output = _output(x, x.layout.grid, x.layout.grid.loop == "spread", x.kept)
+                x.output = _output(x, x.layout.grid, x.layout.grid.loop == "spread", x.made_in)
         return x.output
     return x.outside() if isinstance(x, KeptTensor) else x
 

@@ -291,7 +291,6 @@ def test_common_options_mean_the_same_everywhere() -> None:
     [
         ("allreduce", "--sizes big", "--sizes"),
         ("allreduce", "--ranks 1", "--ranks"),
-        ("allreduce", "--ranks 2 --nodes 2", "--ranks"),
         ("allreduce", "--dtypes float32,int8", "--dtypes"),
         ("attention", "--tokens 3", "--tokens"),
         ("curves", "one=.", "NAME=FOLDER"),

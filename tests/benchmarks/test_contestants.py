@@ -193,7 +193,7 @@ def test_a_layer_sleeps_forward_and_for_either_gradient() -> None:
 EVERYONE = [Contest(method, side) for method in METHODS for side in SIDES]
 FEW = {
     "amoebanetd": [Contest("1f1b", GLOO), Contest("zero-bubble", ENGINE)],
-    "transformer": [Contest("interleaved", ENGINE), Contest("FSDP2", GLOO), Contest("DDP", ENGINE)],
+    "transformer": [Contest("interleaved", ENGINE), Contest("DDP", GLOO), Contest("DDP", ENGINE)],
 }
 TASKS = [peers.Task(name, sizes, 32, 8, 4) for name, sizes in peers.QUICK_SIZES.items()]
 

@@ -297,6 +297,18 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
             for number in range(6):
                 model(images if comm.rank or number < 5 else images + 1)
 
+    @refused_with("NoRule: grad_fn.register_hook in module Hooked has no exact rule")
+    def hooks_of_functions(wrap: Wrap) -> None:
+        class Hooked(Network):
+            def body(self, x: Tensor) -> Tensor:
+                y = super().body(x)
+                with pytest.raises(NoRule, match=r"use y\.register_hook"):
+                    y.grad_fn.register_hook(lambda *gradients: None)  # type: ignore[union-attr]
+                y.mean().grad_fn.register_hook(lambda *gradients: None)  # type: ignore[union-attr]
+                return y
+
+        wrap(made(Hooked))(images)
+
     @refused_with("Refusal: the model takes a gradient within its own forward pass")
     def a_gradient_within(wrap: Wrap) -> None:
         class Weighted(Network):
@@ -364,7 +376,7 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
         cut = tiles.cut(images.clone().requires_grad_())
         (cut * cut).mean().backward()
 
-    assert len(found) == 27
+    assert len(found) == 28
     assert {name: message for name, (words, message) in found.items() if not message.startswith(words)} == {}
 
 

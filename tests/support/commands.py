@@ -12,11 +12,17 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.datasets import Loader
+from mpi4dl.geometry import Box, Interval
 from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import Config, parse
+from mpi4dl.options.data import build_views
+from mpi4dl.options.declare import with_values
+from mpi4dl.options.sources import source_of, with_frame
 from mpi4dl.options.tasks import with_task
 from mpi4dl.train import train
 from tests.pool.job import Finished, mpirun
@@ -87,6 +93,28 @@ def wrapped(owner: type, name: str, around: Callable[..., Any]) -> Iterator[None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, lambda *arguments, **options: around(plain, *arguments, **options))
         yield
+
+
+def plain_losses(
+    flags: Sequence[str],
+    build: Callable[[int], nn.Module],
+    loss: Callable[[Any, Tensor], Tensor] = F.cross_entropy,
+    fit: Any = None,
+    **measured: Any,
+) -> list[float]:
+    """Of a loop of plain PyTorch with SGD over whole samples; `measured` are numbers that a run takes of its images."""
+    config = with_frame(parse(flags))
+    training, _ = source_of(config).open()
+    config = with_task(with_values(config, measured), training)
+    view, _ = build_views(config, training.channels, fit or config.data.fit)  # type: ignore[arg-type]
+    torch.manual_seed(config.training.seed)
+    model = build(training.channels).train()
+    whole = [Interval(0, side) for side in config.data.image_size]
+    boxes = lambda count: [Box(Interval(0, count), *whole)]  # noqa: E731
+    loader = Loader(training, view, config.data.batch_size, boxes, shuffle=True, drop_last=True)
+    batches = (batch for epoch in range(config.training.epochs) for batch in loader.epoch(epoch))
+    losses = (loss(model(batch.tiles[0]), batch.labels) for batch in batches)
+    return plain_steps(torch.optim.SGD(model.parameters(), lr=config.optimizer.lr), losses)
 
 
 def plain_steps(optimizer: torch.optim.Optimizer, losses: Iterable[Tensor]) -> list[float]:

@@ -1,5 +1,6 @@
 """Rasters of several bands: every plan trains as plain PyTorch, by numbers measured over the training images alone."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,10 @@ from torch.nn import functional as F
 import mpi4dl
 from mpi4dl import models
 from mpi4dl.comm import Communicator
-from mpi4dl.datasets import Loader
-from mpi4dl.geometry import Box, Interval
 from mpi4dl.options.config import parse
-from mpi4dl.options.data import build_views
-from mpi4dl.options.declare import with_values
-from mpi4dl.options.sources import source_of
-from mpi4dl.options.tasks import with_task
 from tests.datasets.test_bands import TILED, raster, write
 from tests.pool.ranks import Ranks
-from tests.support.commands import losses_of, plain_steps, read_rows, run_train, words
+from tests.support.commands import losses_of, plain_losses, read_rows, run_train, words
 
 COMMON = (
     "--image-size 32 --batch-size 2 --num-workers 0 --epochs 1 --fit crop --eval-every none --log-interval 1 --lr 0.02 "
@@ -62,28 +57,10 @@ def measured() -> tuple[tuple[float, ...], tuple[float, ...]]:
     return tuple(shares.mean((0, 1)).tolist()), tuple(shares.std((0, 1)).tolist())
 
 
-def plain_model(task: str) -> nn.Module:
+def plain_model(task: str, channels: int = 6) -> nn.Module:
     outputs = {"classify": 2, "segment": 3, "image": 4}[task]
     name, options = MODELS[task]
-    return models.build(name, outputs, in_channels=6, **options)
-
-
-def plain_losses(flags: list[str], task: str) -> list[float]:
-    """A loop of plain PyTorch over whole crops."""
-    config = parse(flags)
-    training, _ = source_of(config).open()
-    mean, std = measured()
-    config = with_task(with_values(config, {"mean": mean, "std": std}), training)
-    view, _ = build_views(config, training.channels, "crop")
-    torch.manual_seed(config.training.seed)
-    model = plain_model(task).train()
-    loader = Loader(
-        training, view, 2, lambda count: [Box(Interval(0, count), Interval(0, 32), Interval(0, 32))],
-        shuffle=True, drop_last=True,
-    )  # fmt: skip
-    loss = F.l1_loss if task == "image" else F.cross_entropy
-    losses = (loss(model(batch.tiles[0]), batch.labels) for batch in loader.epoch(0))
-    return plain_steps(torch.optim.SGD(model.parameters(), lr=0.02), losses)
+    return models.build(name, outputs, in_channels=channels, **options)
 
 
 def flags_of(root: Path, task: str) -> list[str]:
@@ -101,7 +78,9 @@ PLANS = ["--tiles 1x2", "--tiles 2x2", "--tiles 1x2 --data 2 --zero 2", "--tiles
 def test_training_by_every_plan(ranks: Ranks, tmp_path: Path, plan: str, task: str) -> None:
     flags = flags_of(tmp_path / "rasters", task)
     run = run_train(ranks, tmp_path / "run", *flags, plan)
-    assert losses_of(run) == pytest.approx(plain_losses(flags, task), rel=1e-4)
+    loss, (mean, std) = F.l1_loss if task == "image" else F.cross_entropy, measured()
+    expected = plain_losses(flags, partial(plain_model, task), loss, mean=mean, std=std)
+    assert losses_of(run) == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_run_goes_on_with_its_numbers(ranks: Ranks, tmp_path: Path) -> None:

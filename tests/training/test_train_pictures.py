@@ -20,20 +20,15 @@ import mpi4dl
 from mpi4dl import models
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl.comm import Communicator
-from mpi4dl.datasets import Loader
 from mpi4dl.datasets.files import open_stored_picture
 from mpi4dl.datasets.masks import open_stored
-from mpi4dl.geometry import Box, Interval
+from mpi4dl.geometry import Interval
 from mpi4dl.inference import pictures
 from mpi4dl.inference.masks import MappedFile
-from mpi4dl.options.config import parse
-from mpi4dl.options.data import build_views
-from mpi4dl.options.sources import source_of
-from mpi4dl.options.tasks import with_task
 from mpi4dl.results import open as open_results
 from tests.datasets.test_pairs import picture, write
 from tests.pool.ranks import Ranks, RanksFailed
-from tests.support.commands import losses_of, plain_steps, read_rows, run_train, words
+from tests.support.commands import losses_of, plain_losses, read_rows, run_train, words
 
 COMMON = (
     "--model unet --model-options num_filters=4,depth=2 --image-size 32x48 --batch-size 2 --num-workers 0 --epochs 1 "
@@ -56,22 +51,6 @@ def plain_model(channels: int = 1) -> nn.Module:
     return models.build("unet", 3, in_channels=channels, num_filters=4, depth=2)
 
 
-def plain_losses(flags: list[str]) -> list[float]:
-    """A loop of plain PyTorch over whole crops and their targets."""
-    config = parse(flags)
-    training, _ = source_of(config).open()
-    config = with_task(config, training)
-    view, _ = build_views(config, training.channels, "crop")
-    torch.manual_seed(config.training.seed)
-    model = plain_model().train()
-    loader = Loader(
-        training, view, 2, lambda count: [Box(Interval(0, count), Interval(0, 32), Interval(0, 48))],
-        shuffle=True, drop_last=True,
-    )  # fmt: skip
-    losses = (F.l1_loss(model(batch.tiles[0]), batch.labels) for batch in loader.epoch(0))
-    return plain_steps(torch.optim.SGD(model.parameters(), lr=0.02), losses)
-
-
 PLANS = ["--tiles 1x2", "--tiles 2x2", "--tiles 1x2 --data 2 --zero 2", "--tiles 2x1,1x1 --stages 2"]
 
 
@@ -80,14 +59,15 @@ PLANS = ["--tiles 1x2", "--tiles 2x2", "--tiles 1x2 --data 2 --zero 2", "--tiles
 def test_training_by_every_plan(ranks: Ranks, tmp_path: Path, plan: str) -> None:
     flags = words(COMMON, write_pairs(tmp_path / "pairs", "float32"))
     run = run_train(ranks, tmp_path / "run", *flags, plan)
-    assert losses_of(run) == pytest.approx(plain_losses(flags), rel=1e-4)
+    assert losses_of(run) == pytest.approx(plain_losses(flags, plain_model, F.l1_loss, "crop"), rel=1e-4)
 
 
 def test_a_run_goes_on_on_other_tiles(ranks: Ranks, tmp_path: Path) -> None:
     flags, run = words(COMMON, write_pairs(tmp_path / "pairs", "uint8"), "--resume auto"), tmp_path / "run"
     run_train(ranks, run, *flags, "--tiles 1x2 --max-steps 2 --save-every 2")
     run_train(ranks, run, *flags, "--tiles 2x1")
-    assert losses_of(run) == pytest.approx(plain_losses([*flags, "--run-folder", str(run)]), rel=1e-4)
+    expected = plain_losses([*flags, "--run-folder", str(run)], plain_model, F.l1_loss, "crop")
+    assert losses_of(run) == pytest.approx(expected, rel=1e-4)
 
 
 def use(
@@ -317,15 +297,14 @@ def test_pictures_larger_than_their_inputs(ranks: Ranks, tmp_path: Path, monkeyp
     run, out = run_train(ranks, tmp_path / "run", *flags, "--tiles 1x2 --data 2"), tmp_path / "out"
     builder: dict[str, Any] = {}
     exec(UPSCALE, builder)
-    config = parse(flags)
-    training, _ = source_of(config).open()
-    view, _ = build_views(with_task(config, training), training.channels, "crop")
-    torch.manual_seed(config.training.seed)
-    model = builder["build"](3, 1).train()
-    boxes = [Box(Interval(0, 2), Interval(0, 32), Interval(0, 32))]
-    loader = Loader(training, view, 2, lambda count: boxes, shuffle=True, drop_last=True)
-    losses = (F.l1_loss(model(batch.tiles[0]), batch.labels) for batch in loader.epoch(0))
-    assert losses_of(run) == pytest.approx(plain_steps(torch.optim.SGD(model.parameters(), lr=0.02), losses), rel=1e-4)
+    found: list[nn.Module] = []
+
+    def build(channels: int) -> nn.Module:
+        found.append(builder["build"](3, channels))
+        return found[0]
+
+    assert losses_of(run) == pytest.approx(plain_losses(flags, build, F.l1_loss, "crop"), rel=1e-4)
+    (model,) = found
     assert ranks(2).run(use, run, tmp_path / "pairs", out, {"tiles": "1x2"}, "32") == [[], []]
     rows = {Path(row["image"]).stem: row for row in read_rows(out / "evaluation.csv")}
     model.eval()

@@ -1,6 +1,5 @@
 """Slides of one stain out of slides of another: training, pictures and metrics are those of plain PyTorch."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +13,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpi4dl import models
-from mpi4dl.datasets import Loader
 from mpi4dl.datasets.slides.slide import Resolution, open_slide
 from mpi4dl.evaluate import evaluate
-from mpi4dl.geometry import Box, Interval
+from mpi4dl.geometry import Interval
 from mpi4dl.inference import class_maps
 from mpi4dl.options.config import parse
-from mpi4dl.options.data import build_views
-from mpi4dl.options.sources import source_of, with_frame
-from mpi4dl.options.tasks import with_task
+from mpi4dl.options.sources import source_of
 from mpi4dl.predict import predict
 from mpi4dl.train import train
 from mpi4dl.viewer.reading import SlideReader
 from mpi4dl.viewer.results import read_results
 from tests.pool.ranks import Ranks
-from tests.support.commands import losses_of, plain_steps, read_rows, refused, run_train, said, words
+from tests.support.commands import losses_of, plain_losses, read_rows, refused, run_train, said, words
 from tests.support.short_runs import write_mixed_cohort
 
 MPP = 2.0
@@ -64,28 +60,8 @@ def flags_of(cohort: Path, more: str = "") -> list[str]:
     return words("--slides", cohort / "stains.csv", COMMON, more)
 
 
-def plain_model() -> nn.Module:
-    return models.build("unet", 3, num_filters=4, depth=2)
-
-
-def plain_losses(flags: list[str]) -> list[float]:
-    """A loop of plain PyTorch over windows, or whole slides, and their targets."""
-    config = with_frame(parse(flags))
-    training, _ = source_of(config).open()
-    config = with_task(config, training)
-    view, _ = build_views(config, training.channels, config.data.fit)
-    torch.manual_seed(config.training.seed)
-    model = plain_model().train()
-    height, width = config.data.image_size
-    size, boxes = config.data.batch_size, [Interval(0, height), Interval(0, width)]
-    loader = Loader(training, view, size, lambda count: [Box(Interval(0, count), *boxes)], shuffle=True, drop_last=True)
-
-    def losses() -> Iterator[Tensor]:
-        for epoch in range(2):
-            for batch in loader.epoch(epoch):
-                yield F.l1_loss(model(batch.tiles[0]), batch.labels)
-
-    return plain_steps(torch.optim.SGD(model.parameters(), lr=0.02), losses())
+def plain_model(channels: int = 3) -> nn.Module:
+    return models.build("unet", 3, in_channels=channels, num_filters=4, depth=2)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +79,7 @@ def test_training_on_windows_and_on_whole_slides(
 ) -> None:
     flags = flags_of(cohort, more)
     run = run_train(ranks, tmp_path / "run", *flags, plan)
-    assert losses_of(run) == pytest.approx(plain_losses([*flags, *words(plan)]), rel=1e-4)
+    assert losses_of(run) == pytest.approx(plain_losses([*flags, *words(plan)], plain_model, F.l1_loss), rel=1e-4)
 
 
 def reference(run: Path, path: Path, target: Path) -> tuple[Tensor, Tensor]:

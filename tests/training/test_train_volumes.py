@@ -5,16 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tifffile
-import torch
-from torch.nn import functional as F
 
 from mpi4dl import models
-from mpi4dl.datasets import Loader
-from mpi4dl.geometry import Box, Interval
-from mpi4dl.options.data import build_views
-from mpi4dl.options.sources import source_of
 from tests.pool.ranks import Ranks
-from tests.support.commands import losses_of, plain_steps, run_train, settled, truncate, words
+from tests.support.commands import losses_of, plain_losses, run_train, truncate, words
 
 SIZE = (9, 12, 11)
 COMMON = (
@@ -41,17 +35,9 @@ def volumes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def plain_losses(flags: list[str], size: tuple[int, ...]) -> list[float]:
-    """A loop of plain PyTorch over whole volumes."""
-    config = settled(flags)
-    training, _ = source_of(config).open()
-    view, _ = build_views(config, training.channels, "resize")
-    torch.manual_seed(config.training.seed)
-    model = models.build(config.model.model, 2, in_channels=training.channels, depth=8, num_filters=4).train()
-    whole = lambda count: [Box(*(Interval(0, side) for side in (count, *size)))]  # noqa: E731
-    loader = Loader(training, view, 4, whole, shuffle=True, drop_last=True)
-    losses = (F.cross_entropy(model(batch.tiles[0]), batch.labels) for batch in loader.epoch(0))
-    return plain_steps(torch.optim.SGD(model.parameters(), lr=0.02), losses)
+def plainly(flags: list[str], name: str = "resnet3d") -> list[float]:
+    sizes = {"depth": 8, "num_filters": 4}
+    return plain_losses(flags, lambda channels: models.build(name, 2, in_channels=channels, **sizes), fit="resize")
 
 
 PLANS = ["--tiles 2x1x1", "--tiles 2x2", "--tiles 1x1x2 --data 2 --zero 3", "--tiles 2x1x1,1x1x1 --stages 2"]
@@ -62,7 +48,7 @@ PLANS = ["--tiles 2x1x1", "--tiles 2x2", "--tiles 1x1x2 --data 2 --zero 3", "--t
 def test_volumes_by_every_plan(ranks: Ranks, volumes: Path, tmp_path: Path, plan: str) -> None:
     flags = words(COMMON, OF_VOLUMES, volumes)
     run = run_train(ranks, tmp_path / "run", *flags, plan)
-    assert losses_of(run) == pytest.approx(plain_losses(flags, SIZE), rel=1e-4)
+    assert losses_of(run) == pytest.approx(plainly(flags), rel=1e-4)
 
 
 @pytest.mark.exhaustive
@@ -70,13 +56,13 @@ def test_a_run_on_volumes_goes_on_on_other_tiles(ranks: Ranks, volumes: Path, tm
     flags, run = words(COMMON, OF_VOLUMES, volumes, "--resume auto"), tmp_path / "run"
     run_train(ranks, run, *flags, "--tiles 2x2x1 --max-steps 2 --save-every 2")
     run_train(ranks, run, *flags, "--tiles 1x1x2,1x1x1 --stages 2")
-    assert losses_of(run) == pytest.approx(plain_losses([*flags, "--run-folder", str(run)], SIZE), rel=1e-4)
+    assert losses_of(run) == pytest.approx(plainly([*flags, "--run-folder", str(run)]), rel=1e-4)
 
 
 def test_sequences(ranks: Ranks, tmp_path: Path) -> None:
     flags = words(COMMON, OF_SEQUENCES, "--tiles")
     run = run_train(ranks, tmp_path / "run", *flags, 3)
-    assert losses_of(run) == pytest.approx(plain_losses([*flags, "1"], (61,)), rel=1e-4)
+    assert losses_of(run) == pytest.approx(plainly([*flags, "1"], "resnet1d"), rel=1e-4)
 
 
 def test_volumes_that_cannot_be_read_are_left_out(ranks: Ranks, volumes: Path, tmp_path: Path) -> None:

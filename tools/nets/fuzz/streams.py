@@ -24,62 +24,29 @@ from tests.parallel.streaming.test_norms import by_running_statistics
 from tests.parallel.streaming.test_patches import Slides
 from tests.pool.ranks import Ranks
 from tests.support.short_runs import EXACT, assert_close
+from tools.nets.fuzz.networks import CHANNELS, Coordinates, Dropout, Mask, Norm, Positions
+from tools.nets.fuzz.trainings import seed_all
 
 SIZE = (36, 60)
-CHANNELS = 4
 TILES = (4, 6)
 Size = tuple[int, int]
 
 
-class Positions(nn.Module):
-    """A table of positions: added, or multiplied with, or behind a gain that begins as zero."""
-
-    def __init__(self, draws: random.Random, size: Size) -> None:
-        super().__init__()
-        shape = (draws.choice((1, CHANNELS)), *draws.choice((size, (size[0], 1), (1, size[1]))))
-        begin = draws.choice((torch.zeros, torch.ones, torch.randn))
-        self.table = nn.Parameter(begin(1, *shape))
-        self.how = draws.choice(("add", "multiply", "gain"))
-        self.gain = nn.Parameter(torch.zeros(CHANNELS, 1, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.how == "gain":
-            return x + self.gain * (x * self.table).tanh()
-        return x * (1 + self.table) if self.how == "multiply" else x + self.table
+def _positions(draws: random.Random, size: Size) -> nn.Module:
+    of, begin = draws.choice(("row", "column", "channel", "place")), draws.choice(("zeros", "ones", "randn"))
+    return Positions(size, of, begin, draws.choice(("add", "multiply", "gain")))
 
 
-class Mask(nn.Module):
-    """A fixed mask of the image, of ones but for a few tiles."""
-
-    mask: Tensor
-
-    def __init__(self, draws: random.Random, size: Size) -> None:
-        super().__init__()
-        mask = torch.ones(1, 1, *size)
-        mask[..., -size[0] // 4 :, -size[1] // 2 :] = draws.choice((0.0, 0.5))
-        self.register_buffer("mask", mask)
-        self.chooses = draws.random() < 0.5
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.where(self.mask > 0.7, x, x.sin()) if self.chooses else x * self.mask
+def _mask(draws: random.Random, size: Size) -> nn.Module:
+    return Mask(size, draws.choice(("where", "fill", "multiply")))
 
 
-class Coordinates(nn.Module):
-    """Beside the channels one of the rows' places, with weights that begin as zero."""
-
-    def __init__(self, draws: random.Random, size: Size) -> None:
-        super().__init__()
-        self.mix = nn.Conv2d(CHANNELS + 1, CHANNELS, 1)
-        if draws.random() < 0.5:
-            nn.init.zeros_(self.mix.weight.data[:, CHANNELS:])
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = (
-            torch.linspace(-1, 1, x.shape[2], dtype=x.dtype, device=x.device)
-            .view(1, 1, -1, 1)
-            .expand(len(x), 1, -1, x.shape[3])
-        )
-        return self.mix(torch.cat([x, rows], 1))
+def _coordinates(draws: random.Random, size: Size) -> nn.Module:
+    """Beside the channels one of the rows' places, often with weights that begin as zero."""
+    found = Coordinates(size)
+    if draws.random() < 0.5:
+        nn.init.zeros_(found.mix.weight.data[:, CHANNELS:])
+    return found
 
 
 class Noise(nn.Module):
@@ -142,16 +109,15 @@ class Rows(nn.Module):
 
 
 def _norm(draws: random.Random, size: Size) -> nn.Module:
-    norms = (nn.BatchNorm2d(CHANNELS), nn.GroupNorm(2, CHANNELS), nn.InstanceNorm2d(CHANNELS, affine=True))
-    return draws.choice(norms)
+    return Norm(size, draws.choice(("batch", "group", "instance")), False)
 
 
 def _dropout(draws: random.Random, size: Size) -> nn.Module:
-    return draws.choice((nn.Dropout(0.3), nn.Dropout2d(0.3), nn.Dropout(0.0)))
+    return Dropout(size, draws.choice(("pixels", "channels")), draws.choice((0.0, 0.3)))
 
 
 LAYERS: tuple[Callable[[random.Random, Size], nn.Module], ...]
-LAYERS = (Positions, Mask, Coordinates, Noise, Counter, LastNorm, Rows, _norm, _dropout)
+LAYERS = (_positions, _mask, _coordinates, Noise, Counter, LastNorm, Rows, _norm, _dropout)
 
 
 class Block(nn.Sequential):
@@ -178,12 +144,6 @@ def glass(number: int) -> Tensor:
     images = torch.zeros(2, 3, *SIZE, dtype=torch.float64) + torch.tensor((0.0, 0.7, 0.2)[number % 3]).double()
     images[:, :, :4, 40:45] = torch.rand((2, 3, 4, 5), generator=generator, dtype=torch.float64)
     return images
-
-
-def seed_all(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
 
 
 TARGETS = torch.tensor([1, 2])
