@@ -1,6 +1,7 @@
 """mpi4dl.datasets.samples and .table: tables as clinics and CLAM write them, folders of slides, files of splits."""
 
 import re
+import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,15 @@ def test_names_with_points_are_found_in_subfolders_too(tmp_path: Path) -> None:
     assert [row.name for row in read_samples(tmp_path, SLIDES).rows] == [*names]
 
 
+def test_names_of_macos_are_those_of_tables(tmp_path: Path) -> None:
+    """Of letters and marks apart, which look the same."""
+    name = "präparat/é 1"
+    touch(tmp_path, (unicodedata.normalize("NFD", f"{name}.svs"), "s2.svs"))
+    for text in (name, f"{name}.svs", "é 1", "é 1.svs"):
+        found = read(tmp_path, f"slide_id,label\n{text},x\ns2,y\n")
+        assert found.rows[0].path == unicodedata.normalize("NFD", f"{name}.svs")
+
+
 def test_annotations_are_no_slides(slides: Path) -> None:
     text = "slide,patient,mask\ns4,p,./b/s4.png\n"
     (row,) = read(slides, text).rows
@@ -176,7 +186,13 @@ def test_without_a_column_of_patients(tmp_path: Path, names: list[str], patients
     assert any(remark in each for each in found.remarks)
 
 
-@pytest.mark.parametrize("column", ["Pat.-Nr.", "patient_no", "MRN", "Donor ID", "Patienten-ID", "case number"])
+@pytest.mark.parametrize(
+    "column",
+    [
+        *("Pat.-Nr.", "patient_no", "MRN", "Donor ID", "Patienten-ID", "case number", "ID Patient", "Nr. Patient"),
+        *("n° patient", "N° de dossier", "Identifiant du patient", "Patient·e", "IPP", "Fall-Nr.", "Fallnummer"),
+    ],
+)
 def test_patients_by_other_names_of_their_column(slides: Path, column: str) -> None:
     text = f"slide;{column};accession;class\ns1;7;x;a\ns2;7;x;b\ns3;8;y;a\n"
     found = read(slides, text)
@@ -253,6 +269,7 @@ WRONG_IMAGES: list[tuple[str, str | None, str]] = [
     ("file;dose\na/1.png;1.5\n3.jpg;2,5\n", None, "line 2: 'dose' is '1.5', but line 3 has '2,5'"),
     ("file;dose\na/1.png;1,500\n3.jpg;2\n", None, "line 2: 'dose' is '1,500', whose comma may part thousands"),
     ("file;dose\na/1.png;1.500\n3.jpg;2\n", None, "line 2: 'dose' is '1.500', whose point may part thousands"),
+    ("file;ki67\na/1.png;12,5 %\n3.jpg;5%\n", None, "'ki67' has numbers with a unit, such as '12,5 %': write"),
     ("file,patient\na/1.png,1\n3.jpg,2\n", None, "has no column of labels beside the file names"),
     ("file,grade\na/1.png,Low\n3.jpg,low\n", None, "line 3: 'grade' is 'low', but line 2 has 'Low'"),
     ("file,label\na/1.png,1\n3.jpg,1.0\n", None, "line 3: 'label' is '1.0', but line 2 has '1'"),
