@@ -20,7 +20,7 @@ from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.runs.description import FoundWeights, RunOptions, find_weights, folder_of, hold_trained
 from mpi4dl.text.batcher import Batcher
 from mpi4dl.text.options import Batching, Ranks
-from mpi4dl.text.products import ROWS_OF_PRODUCTS, Replacement, exchange, pack_weights
+from mpi4dl.text.products import ROWS_OF_PRODUCTS, ReplacedWeight, exchange, pack_weights
 from mpi4dl.training.texts import TOKENIZER
 
 # Weights of fewer bits, for generation: bfloat16, or 8 or 4 bits of the matrices of linear layers and experts.
@@ -36,7 +36,7 @@ GROUP = 32  # inputs that share a scale in 4 bits
 OUTPUTS = 16  # of which PyTorch takes multiples, in 4 bits
 
 
-class Quantized(Replacement):
+class Quantized(ReplacedWeight):
     """A replacement of fewer bits."""
 
     @property

@@ -40,7 +40,7 @@ ONE_THREAD = 16384  # elements, which no threads share yet
 INEXACT = {F.gelu, F.silu, torch._C._nn.silu, torch.sigmoid, Tensor.sigmoid, Tensor.cos, Tensor.sin}
 
 
-class Replacement(Tensor):
+class ReplacedWeight(Tensor):
     """A replacement of a floating-point tensor, for the functions of `uses` alone."""
 
     uses: ClassVar[Mapping[Any, Callable[..., Any]]] = {}
@@ -64,7 +64,7 @@ class Replacement(Tensor):
         raise TypeError(f"{function} of a {cls.__name__}: only the layer whose weight it is can use it")
 
 
-class PackedWeight(Replacement):
+class PackedWeight(ReplacedWeight):
     """A float32 matrix (outputs, inputs), packed for F.linear, which then gives a row the same bits in any number.
 
     `fewest_rows` was found for this number of `threads`.
