@@ -1,6 +1,7 @@
 """`TrainedModel`: a model as training left it, for scripts: what it says of images, and how well it does."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -94,10 +95,12 @@ class TrainedModel(Predictor):
         asked = given.evaluating
         others = self._others(images, asked.slides, asked.features)
         judging = judging_by(self.comm, str(self.source), self.chosen, asked, images, speaks=False)
-        model = self._framed(asked, given.columns)
-        if images is None or isinstance(images, str | Path):
-            source = None if images is None else str(images)
-            found, _ = open_to_evaluate(self.comm, model.trained, self.folder, source, others is not None, asked.part)
+        source = str(images) if isinstance(images, str | Path) else None
+        model = self._framed(replace(asked, images=source), given.columns)
+        if images is None or source is not None:
+            found, _ = open_to_evaluate(
+                self.comm, model.trained, self.folder, source, given.columns, others is not None, asked.part
+            )
         else:
             found = self._adapted(images)
             require_alike(self.comm, found, self.about)

@@ -13,6 +13,7 @@ import functools
 import inspect
 import operator
 import re
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import contextmanager, nullcontext
@@ -45,7 +46,7 @@ from mpi4dl.parallel.replicas.parameter_sums import (
 )
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.halo import gather, gather_axes
-from mpi4dl.parallel.spatial.rules.hooks import whole_gradient, whole_gradients
+from mpi4dl.parallel.spatial.rules.hooks import FunctionOfShares, whole_gradient, whole_gradients
 from mpi4dl.parallel.spatial.sharding import from_tile, shard, spread_evenly
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, guards, in_arguments, local_part, refusal
 
@@ -120,6 +121,8 @@ def parallelize(
 def _not_whole(model: nn.Module) -> str | None:
     """Why a rank does not have all values of `model`; None if it has."""
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            return f"{path or 'the model'} is made by torch.jit, whose operators pass tiles by: use torch.compile"
         sharded = any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
         for name, x in [*dict.items(module._parameters), *module._buffers.items()]:
             what = f"{name} of {path or 'the model'}"
@@ -131,6 +134,13 @@ def _not_whole(model: nn.Module) -> str | None:
                     "out; torch.distributed.optim.ZeroRedundancyOptimizer cuts the optimizer's state"
                 )
     return None
+
+
+TRACED = (
+    "a model on tiles is exported, scripted or traced, which is not possible: take the plain model, which is "
+    "pickle.loads(pickle.dumps(model))"
+)
+TRACING = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE  # make_fx, and shapes alone
 
 
 class _OnTiles(nn.Module):
@@ -149,6 +159,16 @@ class _OnTiles(nn.Module):
             *state,
         )
 
+    def __prepare_scriptable__(self) -> Any:
+        """What `torch.jit.script` calls first."""
+        raise Refusal(TRACED)
+
+    def _get_name(self) -> str:
+        """As `torch.fx` calls it before it traces a model: later it would end in an error of its own."""
+        if sys._getframe(1).f_code is torch.fx.Tracer.trace.__code__:
+            raise Refusal(TRACED)
+        return super()._get_name()
+
 
 def _made_again(loop: "_Loop | None", kind: type[nn.Module], make: Callable[..., Any], args: Sequence[Any]) -> Any:
     model = make(*args)
@@ -166,7 +186,7 @@ def _on_tiles(kind: type[nn.Module], grid: Grid) -> type[nn.Module]:
     forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]  # trainers read it
     if grid.size > 1:
         defer_compiler()
-        forward = torch.compiler.disable(forward)
+        forward = torch.compiler.disable(forward, reason="a model on tiles runs eagerly: leave out fullgraph=True")
     names = {"__module__": kind.__module__, "forward": forward}
     return type(kind.__name__, (_OnTiles, kind), names)
 
@@ -197,11 +217,8 @@ class _Loop:
                 "torch.func or forward-mode AD transforms a model on tiles, which is not possible: use "
                 "torch.autograd.grad"
             )
-        if torch.jit.is_tracing() or torch.compiler.is_exporting():
-            raise Refusal(
-                "a model on tiles is exported or traced, which is not possible: export the plain model, which is "
-                "pickle.loads(pickle.dumps(model))"
-            )
+        if torch.jit.is_tracing() or torch.compiler.is_exporting() or any(map(torch._C._get_dispatch_mode, TRACING)):
+            raise Refusal(TRACED)
         mode = model.training, records
         number = self._num_calls[mode] = self._num_calls.get(mode, 0) + 1
         checks = number <= FIRST or number % EVERY == 0
@@ -237,7 +254,10 @@ class _Loop:
     def _prepare(self, model: nn.Module) -> list[nn.Parameter]:
         """Let modules, also new ones, have their parameters by `SummedParameters`. Returns those that are trained."""
         found: dict[int, nn.Parameter] = {}
-        for module in modules_of(model):
+        modules = list(modules_of(model))
+        if any(type(module._parameters) is not SummedParameters for module in modules):
+            self._refuse(_not_whole(model))
+        for module in modules:
             if type(module._parameters) is not SummedParameters:
                 vars(module)["_parameters"] = SummedParameters(module._parameters)
                 if isinstance(module, nn.RNNBase):
@@ -293,6 +313,10 @@ class _Loop:
             return y.outside(number, checks)
         return _output(y, self.tiles.grid, self.spread, running, number, checks)
 
+    def _refuse(self, problem: str | None) -> None:
+        if problem is not None:
+            raise Refusal(problem)
+
     def _refuse_spread_buffers(self, model: nn.Module) -> None:
         for path, module in model.named_modules():
             for name, value in module._buffers.items():
@@ -347,8 +371,7 @@ class _Loop:
             problem = _not_whole(model)
             if problem is None and torch.is_grad_enabled():
                 problem = backward_hook_in(model, comm.size)
-            if problem is not None:
-                raise Refusal(problem)
+            self._refuse(problem)
             facts["weights"] = checksum([*model.parameters(), *model.buffers()])
         _compared(comm, facts)
 
@@ -409,15 +432,16 @@ class _Border(TorchFunctionMode):
         self._entered.clear()
         for found in self._made:
             x = found()
-            if isinstance(x, SpatialTensor):
-                x.kept = self._running
-            elif type(x) is UsedParameter or (type(x) is Tensor and x.requires_grad and x.grad_fn is not None):
+            if type(x) is UsedParameter or (type(x) is Tensor and x.requires_grad and x.grad_fn is not None):
                 _keep(x, self._grid, self._running)
         return result
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if function == GRAD_FN:
+            found = function(*args)
+            return found if found is None or type(args[0]) is SpatialTensor else FunctionOfShares(found)
         if not torch.is_grad_enabled() or (getattr(function, "__name__", "") == "__get__" and function not in VIEWS):
             return function(*args, **(kwargs or {}))
         args, kwargs = in_arguments(args, kwargs, self._within)
@@ -436,7 +460,7 @@ class _Border(TorchFunctionMode):
 
     def _note(self, result: Any) -> None:
         if isinstance(result, Tensor):
-            if result.requires_grad if type(result) in (Tensor, UsedParameter) else isinstance(result, SpatialTensor):
+            if type(result) in (Tensor, UsedParameter) and result.requires_grad:
                 self._known.add(id(result))
                 self._made.append(weakref.ref(result))
         elif isinstance(result, tuple | list):
@@ -512,16 +536,17 @@ def _whole_gradient(x: Tensor, share: Tensor) -> Tensor:
     return share
 
 
+GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 VIEWS = tuple(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
 OF_GRADIENT = tuple(getattr(Tensor.grad, name) for name in ("__get__", "__set__", "__delete__"))
 
 
 def outside(x: Tensor) -> Tensor:
     """What somebody kept of a model as the output that it is; other tensors are what they are."""
-    if isinstance(x, SpatialTensor) and x.kept:
+    if isinstance(x, SpatialTensor) and x.made_in is not None and x.kept:
         if x.output is None:
             with torch.enable_grad():
-                x.output = _output(x, x.layout.grid, x.layout.grid.loop == "spread", x.kept)
+                x.output = _output(x, x.layout.grid, x.layout.grid.loop == "spread", x.made_in)
         return x.output
     return x.outside() if isinstance(x, KeptTensor) else x
 

@@ -1,7 +1,8 @@
 """How alike two images are, from bands of their rows: PSNR, SSIM and the mean absolute error of whole images.
 
 They are those of scikit-image: `peak_signal_noise_ratio` with `data_range=1`, and `structural_similarity` with also
-`gaussian_weights=True, sigma=1.5, use_sample_covariance=False`, the mean over channels.
+`gaussian_weights=True, sigma=1.5, use_sample_covariance=False`, the mean over channels. As there, values below 0 or
+above 1 are not clipped; files of integers, which `mpi4dl predict` writes, are clipped and rounded.
 
 Wang et al. 2004, "Image quality assessment: from error visibility to structural similarity".
 """

@@ -327,7 +327,7 @@ SEAMS = ("seams", "seams_tiled", "seams_target", "psnr_tiled")  # beside an imag
 
 
 class MakeImage(Regress):
-    """Images out of images: outputs and targets (N, channels, H, W), values from 0 to 1."""
+    """Images out of images: outputs and targets (N, channels, H, W), values from 0 to 1. Metrics clip no outputs."""
 
     name = "image"
     default_loss = "l1"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mpi4dl.comm import Communicator
-from mpi4dl.datasets.text import Tokenizer
+from mpi4dl.datasets.text.tokenizer import Tokenizer
 from mpi4dl.geometry import ceil_div
 from mpi4dl.text.model import PagedModel, TokenPortion
 from mpi4dl.text.options import Sampling

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mpi4dl.checkpoints.huggingface import Checkpoint, is_checkpoint
 from mpi4dl.comm import Communicator
-from mpi4dl.datasets.text import BPETokenizer, ByteTokenizer, PretrainedTokenizer, Tokenizer
+from mpi4dl.datasets.text.tokenizer import BPETokenizer, ByteTokenizer, PretrainedTokenizer, Tokenizer
 from mpi4dl.engine.precision import int8_of
 from mpi4dl.models.experts import Experts
 from mpi4dl.options.declare import ConfigError

@@ -13,7 +13,7 @@ from mpi4dl._wording import some
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets.base import task_of
 from mpi4dl.datasets.files import DEPTHS
-from mpi4dl.datasets.split import Named, in_whole
+from mpi4dl.datasets.split import Named, fold_table, in_whole
 from mpi4dl.datasets.transform import Fit
 from mpi4dl.datasets.volumes import alike
 from mpi4dl.options.declare import ConfigError
@@ -54,11 +54,11 @@ class Images(NamedTuple):
         with comm.together((ValueError, OSError)):
             if comm.rank == 0:
                 RunSamples.of(self.training, self.validation).write(folder)
-                whole, _ = in_whole(self.training)
-                folds = folder.parent / FOLDS
-                if folder.name.startswith("fold_") and getattr(whole, "has_folds", False) and not folds.exists():
+                rows, folds = getattr(in_whole(self.training)[0], "rows", ()), folder.parent / FOLDS
+                in_folds = any(row.fold is not None for row in rows)
+                if folder.name.startswith("fold_") and in_folds and not folds.exists():
                     with naming(folds), Replacement(folds, shared=True) as temporary:  # jobs of several folds may begin
-                        temporary.write_text(whole.folds_as_text(), encoding="utf-8", newline="")
+                        temporary.write_text(fold_table(rows), encoding="utf-8", newline="")
 
 
 class Before(NamedTuple):

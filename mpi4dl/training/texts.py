@@ -6,20 +6,9 @@ from pathlib import Path
 
 from mpi4dl._wording import counted
 from mpi4dl.comm import Communicator
-from mpi4dl.datasets.text import (
-    BPETokenizer,
-    ByteTokenizer,
-    Document,
-    MaskedTokenDataset,
-    TokenDataset,
-    TokenFile,
-    Tokenizer,
-    bits_per_byte,
-    encode_corpus,
-    find_documents,
-    pieces,
-    split_documents,
-)
+from mpi4dl.datasets.text.corpus import Document, TokenFile, encode_corpus, find_documents, pieces, split_documents
+from mpi4dl.datasets.text.dataset import MaskedTokenDataset, TokenDataset, bits_per_byte
+from mpi4dl.datasets.text.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
 from mpi4dl.options.declare import ConfigError
 from mpi4dl.options.sections.run import Run
 from mpi4dl.options.sources import TextSource

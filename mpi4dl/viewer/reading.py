@@ -24,7 +24,7 @@ import numpy as np
 from mpi4dl._files import read_regular
 from mpi4dl._numbers import parse_json
 from mpi4dl.datasets.base import BadImage, DatasetError, Pixels, printable
-from mpi4dl.datasets.files import ShownPicture, open_stored_picture
+from mpi4dl.datasets.files import open_stored_picture, shown
 from mpi4dl.datasets.slides.annotations import FARTHEST, read_annotations
 from mpi4dl.datasets.slides.slide import MPP_AT_1X, Level, Resolution, Slide, SlideFile, open_slide
 from mpi4dl.geometry import Interval, ceil_div
@@ -212,7 +212,7 @@ def opened(slide: ViewedSlide, path: Path) -> Slide:
     """A slide, or a picture of any depth of which another was made. Raises DatasetError."""
     if not slide.is_picture:
         return open_slide(path, Resolution(assumed_mpp=slide.mpp))
-    return Slide(SlideFile(path, (Level(ShownPicture(open_stored_picture(path)), 1.0),)), 1.0)
+    return Slide(SlideFile(path, (Level(shown(open_stored_picture(path)), 1.0),)), 1.0)
 
 
 def read_extended(view: Slide, box: Sequence[Interval]) -> Pixels:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from mpi4dl import models
 from mpi4dl.comm import Communicator, Refusal, world
-from mpi4dl.datasets.text import BPETokenizer, ByteTokenizer, Tokenizer
+from mpi4dl.datasets.text.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
 from mpi4dl.export import export
 from mpi4dl.generate import generate
 from mpi4dl.text.loading import find_trained, hold_text_model

@@ -504,7 +504,7 @@ def kept_maps(wrap: Wrap) -> list[Tensor]:
         likeness = (mine - its).square().mean() + F.mse_loss(head(mine), its[:, :, 1:-1, 1:-1])
         (F.cross_entropy(logits, labels) + likeness + head(cam[:, None] * its).mean()).backward()
         assert mine.grad is not None
-        found += [cam, mine.grad]
+        found += [cam, mine.grad, torch.tensor(its.numpy())]
     return [*found_in(student, head), *found]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mpi4dl.comm import Communicator, Refusal, world
-from mpi4dl.datasets.text import ByteTokenizer
+from mpi4dl.datasets.text.tokenizer import ByteTokenizer
 from mpi4dl.models.bert import BERT
 from mpi4dl.models.experts import Mixture
 from mpi4dl.models.gpt import GPT

@@ -24,7 +24,7 @@ from mpi4dl._randomness import PythonStates, RandomStates, forked, seed_host
 from mpi4dl.comm import Communicator, Pending, Refusal
 from mpi4dl.comm.pending import as_event
 from mpi4dl.parallel.inputs import Microbatch
-from mpi4dl.parallel.pipeline.decisions import Buffers, ForwardState, hidden_tensors, is_data
+from mpi4dl.parallel.pipeline.decisions import Buffers, ForwardState, Watch, hidden_tensors, is_data, watches_of
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, Part
 from mpi4dl.parallel.pipeline.split_backward import WeightGradients
 from mpi4dl.parallel.pipeline.stage_communication import Received, StageBoundary, StageMessage
@@ -42,14 +42,15 @@ from mpi4dl.parallel.tables.simulator import TimeSpan
 # bits.
 
 Norm = nn.modules.batchnorm._NormBase
+STATISTICS = ("running_mean", "running_var")
 
 
 class RunningStatistics:
     """Those of one stage, whose copies are on the ranks of `comm`.
 
     This rank tells the others of microbatches of `replica` in a direction if `speaks[direction]`. `local`: copies are
-    those of replicas with local batches, not those of GEMS. `writes`: how many
-    writes to a statistic PyTorch counts for each use of a batch norm; None: nobody knows.
+    those of replicas with local batches, not those of GEMS. `watches`: the globals that the module reads.
+    `streams`: buffers are put back between tiles. `problem`: what the copies cannot follow.
     """
 
     def __init__(
@@ -59,9 +60,12 @@ class RunningStatistics:
         speaks: dict[int, bool],
         replica: int = 0,
         local: bool = False,
-        writes: int | None = 0,
+        watches: Sequence[Watch] = (),
+        streams: bool = False,
     ) -> None:
-        self.module, self.comm, self.speaks, self.replica, self.writes = module, comm, speaks, replica, writes
+        self.module, self.comm, self.speaks, self.replica = module, comm, speaks, replica
+        self.problem: str | None = None
+        self._streams = streams
         self.where = "on replicas with images of their own" if local else "in both directions"
         self.instead = "share images by `tiles` instead of `data`" if local else "leave out `bidirectional`"
         self.norms: list[Any] = [
@@ -69,16 +73,19 @@ class RunningStatistics:
         ]
         norms = {id(value) for m in self.norms for value in m.buffers(recurse=False)}
         self.others = [(name, b, b.detach().clone()) for name, b in module.named_buffers() if id(b) not in norms]
+        self._watches = watches
         self._found: dict[tuple[int, int], list[dict[str, Any]]] = {}
 
     @contextmanager
     def collect(self, direction: int, number: int) -> Iterator[None]:
         """Keep what this microbatch adds to the statistics, and leave them as they are."""
-        state, momenta, row = ForwardState(self.module), [m.momentum for m in self.norms], list[dict[str, Any]]()
+        state, momenta = ForwardState(self.module, self._watches), [m.momentum for m in self.norms]
+        given, row = list[dict[str, Any]](), list[dict[str, Any]]()
         with Buffers(nn.ModuleList(self.norms)).copied():
             for m in self.norms:
                 m.momentum = 1.0  # so that the statistics become those of this microbatch
                 m._buffers["num_batches_tracked"] = torch.zeros((), dtype=torch.long, device=m.running_mean.device)
+                given.append(dict(m._buffers))
             try:
                 yield
             finally:
@@ -88,29 +95,35 @@ class RunningStatistics:
                     if not _counts(m):  # each use writes once
                         mean = row[-1]["running_mean"]
                         row[-1]["num_batches_tracked"] = torch.full_like(mean[:1], mean._version)
-        for m, found in zip(self.norms, row, strict=True):
+        self.problem = next(self._problems(state, given, row), self.problem)
+        self._found[direction, number] = row
+
+    def _problems(self, state: ForwardState, given: list[dict[str, Any]], row: list[dict[str, Any]]) -> Iterator[str]:
+        for m, before, found in zip(self.norms, given, row, strict=True):
             times = int(found["num_batches_tracked"])
-            written = max(found[name]._version for name in ("running_mean", "running_var"))
-            by_itself = self.writes is not None and _counts(m) and written > self.writes * times
+            replaced = any(found[name] is not before[name] for name in STATISTICS)
+            written = max(found[name]._version for name in STATISTICS)  # PyTorch does not count its batch norm's writes
+            by_itself = not self._streams and (replaced or (_counts(m) and written > 0))
             if times > 1 or by_itself or (times == 0 and not _same(found["running_mean"], m.running_mean)):
                 how = f"is used {times} times on one image" if times > 1 else "writes to its statistics by itself"
-                raise Refusal(
+                yield (
                     f"a {type(m).__name__} {how}: the copies of a model that runs "
                     f"{self.where} cannot follow its running statistics; {self.instead}"
                 )
-        for name, buffer, before_it in self.others:
-            if not _same(buffer, before_it):  # PyTorch does not count what its batch norm writes
-                raise Refusal(
-                    f"the model changes its buffer {name} as it runs, which is no batch norm's: its copies "
-                    f"{self.where} would differ; {self.instead}"
-                )
-        for path, name, value in state.written():
-            if is_data(value):
-                raise Refusal(
-                    f"the model changes its attribute {path}{'.' * bool(path)}{name} as it runs: its copies "
-                    f"{self.where} would differ; {self.instead}"
-                )
-        self._found[direction, number] = row
+        changed = [
+            f"buffer {name} as it runs, which is no batch norm's"
+            for name, buffer, before_it in self.others
+            if not _same(buffer, before_it) or self.module.get_buffer(name) is not buffer
+        ]
+        changed += [
+            f"attribute {path}{'.' * bool(path)}{name} as it runs"
+            for path, name, value in state.written()
+            if is_data(value)
+        ]
+        for what in [f"its {each}" for each in changed] + [
+            f"{watch.words} as it runs" for watch in state.globals_written()
+        ]:
+            yield f"the model changes {what}: its copies {self.where} would differ; {self.instead}"
 
     @torch.no_grad()
     def apply(self, microbatches: Sequence[Microbatch]) -> None:
@@ -236,6 +249,7 @@ class Executor:
             if stage + 1 < self.plan.num_stages:
                 self.behind[direction, stage] = boundary(stage, sends=True)
         self._statistics: dict[int, RunningStatistics] = {}
+        self._watches = {stage: watches_of(module) for stage, module in stages.modules_of.items()}
         self._changing = {stage: _changing(module) for stage, module in stages.modules_of.items()}
 
     def run(self, table: Table, feed: BatchSource, problem: str | None = None) -> None:
@@ -270,6 +284,8 @@ class Executor:
                 self.progress("")
         run.finish()
         self.spans = run.spans
+        if self._statistics:
+            self.comm.agree(next(filter(None, (each.problem for each in self._statistics.values())), None))
         for statistics in self._statistics.values():
             statistics.apply(feed.microbatches)
         self._statistics = {}
@@ -291,9 +307,8 @@ class Executor:
         plan, rank = self.plan, self.comm.rank
         speaks = {d: plan.partners(rank, d, stage)[0] == rank for d in range(plan.num_directions)}
         module, holders = self.stages.modules_of[stage], self.stages.groups[stage]
-        # PyTorch's own batch norm writes without counting; streaming writes for each tile.
-        writes = None if stage == 0 and self.stages.stream is not None else 0 if plan.is_plain(stage) else 1
-        return RunningStatistics(module, holders, speaks, plan.replica_of(rank), plan.local_batches, writes)
+        watches, streams = self._watches[stage], stage == 0 and self.stages.stream is not None
+        return RunningStatistics(module, holders, speaks, plan.replica_of(rank), plan.local_batches, watches, streams)
 
     @contextmanager
     def driving(self) -> Iterator[None]:

@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 from mpi4dl._compiler import PART
 from mpi4dl.comm.exchange import narrow
 from mpi4dl.geometry import Tiling
+from mpi4dl.parallel.replicas.parameter_sums import ForwardPass
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo_prefetch import HaloSource
 
@@ -275,8 +276,8 @@ class SpatialTensor(Tensor):
     _first_look: Callable[[], None] | None = None
     _memory: Memory | None = None
     retained: "Tensor | None" = None
-    kept: Any = None  # the forward pass that made it, if somebody keeps it beside what a model returns: `own_loop`
-    output: Tensor | None = None  # what it is outside of the model, if it is kept
+    made_in: ForwardPass | None = None  # of a model in a user's own loop, see `own_loop`
+    output: Tensor | None = None  # what it is outside of the model, if somebody keeps it
     gathered: Any = None
     halo_sources: tuple[HaloSource, ...] = ()
     made_by: tuple[Any, ...] | None = None
@@ -295,7 +296,7 @@ class SpatialTensor(Tensor):
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
         )
         self._local = local if promised is None else None
-        self.shape, self.layout = shape, layout
+        self.shape, self.layout, self.made_in = shape, layout, ForwardPass.now()
         if requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 self._backward_hooks = _REFUSING  # type: ignore[assignment]
@@ -305,6 +306,11 @@ class SpatialTensor(Tensor):
     def promise(cls, like: Tensor, layout: Layout, requires_grad: bool) -> "SpatialTensor":
         """A tensor whose local part, of the kind of `like`, is to come by `fulfil`, at the latest at the first look."""
         return cls(like, layout, requires_grad)
+
+    @property
+    def kept(self) -> bool:
+        """Whether somebody keeps it beside what a model returned."""
+        return self.made_in is not None and self.made_in is not ForwardPass.now()
 
     @property
     def memory(self) -> Memory:

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.comm import Communicator
+from mpi4dl.parallel.pipeline.decisions import watches_of
 from mpi4dl.parallel.pipeline.executor import RunningStatistics
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks, on_ranks
@@ -123,6 +124,39 @@ class Bounded(nn.BatchNorm2d):
         return y
 
 
+class Replacing(nn.BatchNorm2d):
+    """Puts other tensors in place of its statistics, by a formula of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.running_mean = torch.tanh(self.running_mean + x.detach().mean((0, 2, 3)))
+        self.num_batches_tracked += 1
+        return x
+
+
+class Averaging(nn.Module):
+    """The same in a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(CHANNELS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = 0.9 * self.seen + 0.1 * x.detach().mean((0, 2, 3))
+        return x
+
+
+calls = 0
+
+
+class CountingOutside(nn.Module):
+    """Counts its calls in a global."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        global calls
+        calls += 1
+        return x * calls
+
+
 class Functional(nn.Module):
     """Has statistics in buffers of its own, to which PyTorch's batch norm writes without counting."""
 
@@ -176,6 +210,22 @@ def twice(kind: Callable[..., nn.Module] = nn.BatchNorm2d) -> nn.Module:
             "cannot follow its running statistics; leave out `bidirectional`",
         ),
         (
+            partial(Replacing, CHANNELS),
+            "a Replacing writes to its statistics by itself: the copies of a model that runs in both directions "
+            "cannot follow its running statistics; leave out `bidirectional`",
+        ),
+        (
+            Averaging,
+            "the model changes its buffer seen as it runs, which is no batch norm's: its copies in both directions "
+            "would differ; leave out `bidirectional`",
+        ),
+        (
+            CountingOutside,
+            f"the model changes calls, which forward (line {CountingOutside.forward.__code__.co_firstlineno} of "
+            "test_statistics.py) reads, as it runs: its copies in both directions would differ; leave out "
+            "`bidirectional`",
+        ),
+        (
             Functional,
             "the model changes its buffer mean as it runs, which is no batch norm's: its copies in both directions "
             "would differ; leave out `bidirectional`",
@@ -201,8 +251,8 @@ def test_what_copies_cannot_follow_is_refused(comm: Communicator, build: Callabl
         for name, value in model.state_dict().items()
         if name not in ("seen", "mean", "var", "unset")
     }
-    statistics = RunningStatistics(model, comm, {0: True})
-    with pytest.raises(Refusal) as caught, statistics.collect(0, 0):
+    statistics = RunningStatistics(model, comm, {0: True}, watches=watches_of(model))
+    with statistics.collect(0, 0):
         model(torch.randn(2, CHANNELS, 4, 4))
-    assert str(caught.value) == message
+    assert statistics.problem == message
     assert all(torch.equal(model.state_dict()[name], value) for name, value in norm_state.items())

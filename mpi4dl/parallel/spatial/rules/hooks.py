@@ -205,7 +205,7 @@ OF_THE_WHOLE = [
     ),
 ]
 OF_THE_PART = _of_tensor(
-    "is_contiguous new_zeros new_ones new_empty new_full new_tensor", "requires_grad grad_fn is_leaf _version"
+    "is_contiguous new_zeros new_ones new_empty new_full new_tensor", "requires_grad is_leaf _version"
 )
 
 
@@ -225,6 +225,23 @@ for function in OF_THE_WHOLE:
     register(function, flat=True)(_of_the_whole(function))
 for function in OF_THE_PART:
     register(function, flat=True)(_of_the_part(function))
+
+
+class FunctionOfShares:
+    """The function of autograd that made a tensor in a model on tiles, without hooks: they would see a rank's share."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def __getattr__(self, name: str) -> Any:
+        if "hook" in name:
+            raise refusal(f"grad_fn.{name}", "the hook would see one rank's share of a gradient: use y.register_hook")
+        return getattr(self._function, name)
+
+
+@register(Tensor.grad_fn.__get__, flat=True)  # type: ignore[union-attr]
+def grad_fn(x: SpatialTensor) -> FunctionOfShares | None:
+    return None if x.local.grad_fn is None else FunctionOfShares(x.local.grad_fn)
 
 
 @register(Tensor.__format__, flat=True)

@@ -334,9 +334,6 @@ class CudaKernels(Kernels):
         saved = torch.batch_norm_gather_stats_with_counts(
             x, theirs[:, 0], theirs[:, 1], mean, variance, momentum, norm.eps, counts
         )
-        if moments is None:  # the kernel's schema does not say that it writes to them
-            for written in (mean, variance):
-                torch.autograd.graph.increment_version(written)
         return saved, moments
 
     def applied(
