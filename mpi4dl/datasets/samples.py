@@ -446,6 +446,13 @@ def require_patients_apart(rows: Sequence[Sample], path: Path | None = None) -> 
                 )
 
 
+def require_annotations(table: Path, rows: Sequence[Sample], noun: str) -> None:
+    """Raises DatasetError for a sample without an annotation, such as a mask or a target."""
+    bare = next((row for row in rows if row.annotation is None), None)
+    if bare is not None:
+        raise DatasetError(f"{table}, line {bare.line}: {bare.name} has no {noun}: name one, or leave the line out")
+
+
 def _fold_of(row: Sample) -> str:
     return "" if row.fold is None else f"fold {row.fold}"
 

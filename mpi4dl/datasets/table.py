@@ -1,16 +1,9 @@
 """Tables in CSV files: their text, and what columns of labels mean.
 
     file,grade                  classify      one column of names, or of 0 and 1: the class of each sample
-    a/1.png,benign
-
     file,split,age              regress       one or several columns of numbers
-    a/1.png,train,61.5
-
     file,tumour,stroma          multilabel    several columns of 0 and 1: which of them a sample shows
-    a/1.png,1,0
-
     file,time,event             survival      how long each was seen, and 1 if the event came then, 0 if not
-    a/1.png,37.5,1
 
 Values are separated by commas, semicolons or tabs; the text is UTF-8, or UTF-16 as Excel writes it. Columns that
 identify a patient or sample, such as `patient_id`, are no labels.

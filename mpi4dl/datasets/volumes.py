@@ -23,8 +23,8 @@ import numpy.typing as npt
 
 from mpi4dl._files import open_regular
 from mpi4dl.datasets import series, tiff
-from mpi4dl.datasets.base import BadImage, Opened, Slices, Values, finite, package, unit_values
-from mpi4dl.datasets.files import DICOM, blaming, check_unpacked, is_dicom
+from mpi4dl.datasets.base import BadImage, Opened, Slices, Values, blaming, finite, package, unit_values
+from mpi4dl.datasets.files import DICOM, check_unpacked, is_dicom
 from mpi4dl.geometry import Interval
 
 AXES = 3

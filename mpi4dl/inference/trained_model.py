@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from mpi4dl import datasets
 from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.datasets.split import Named
-from mpi4dl.inference.images import framed_for, open_any, open_any_slides, open_to_evaluate, require_alike
+from mpi4dl.inference.images import difference, framed_for, open_any, open_any_slides, open_to_evaluate
 from mpi4dl.inference.model import Predictor
 from mpi4dl.inference.options import (
     Evaluating,
@@ -103,7 +103,7 @@ class TrainedModel(Predictor):
             )
         else:
             found = self._adapted(images)
-            require_alike(self.comm, found, self.about)
+            self.comm.agree(difference(found, self.about))
         scores = score(model, found, judging, seams=asked.seams, lpips=asked.lpips)
         if out is not None:
             file = file_of_evaluation(self.folder, Path(out), datetime.now())
