@@ -48,7 +48,7 @@ QUICK: dict[str, Any] = {}
 
 def read(name: str, folder: Path) -> dict[str, Any]:
     """The curve of a run, and the sizes of its model."""
-    from mpi4dl.datasets.text import BPETokenizer, ByteTokenizer
+    from mpi4dl.datasets.text.tokenizer import BPETokenizer, ByteTokenizer
     from mpi4dl.models.experts import Experts
     from mpi4dl.options.config import parse as parse_config
     from mpi4dl.options.models import build_model

@@ -83,7 +83,7 @@ OF_PRECISIONS = (
 
 def numbers(vocabulary: int) -> Any:
     """A tokenizer of tokens as their numbers; none of them ends a text, so that all ways make as many."""
-    from mpi4dl.datasets.text import ByteTokenizer
+    from mpi4dl.datasets.text.tokenizer import ByteTokenizer
 
     class Numbers(ByteTokenizer):
         end = -1

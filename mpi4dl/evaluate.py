@@ -62,7 +62,7 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
     judging = judging_by(comm, asked.source, chosen, options, options.images)
     model = Predictor(asked.source, chosen, comm, partial(framed_for, comm, options, config.columns))
     images, which = open_to_evaluate(
-        comm, model.trained, model.folder, options.images, others is not None, options.part
+        comm, model.trained, model.folder, options.images, config.columns, others is not None, options.part
     )
     warnings: list[str] = []
     with comm.together((ValueError, OSError)):

@@ -40,7 +40,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from mpi4py import MPI
@@ -67,18 +67,9 @@ KEPT_INTERVALS = 4096
 # Networks, and what collectives cost on them.
 
 
-class Links(Protocol):
-    """The links of a cluster, by the ranks of the whole job."""
-
-    def link(self, source: int, to: int) -> Link: ...
-
-    def node(self, rank: int) -> int:
-        """The number of the machine that this rank is on."""
-
-
 @dataclass(frozen=True)
 class Network:
-    """Nodes of `ranks_per_node` neighbouring ranks, joined by the link `between`. Without these there is one node.
+    """Nodes of `ranks_per_node` neighbouring ranks of the job, joined by the link `between`; without these, one node.
 
     With `cyclic`, ranks are dealt out over so many nodes instead.
     """
@@ -100,6 +91,7 @@ class Network:
         return self.within if near or self.between is None else self.between
 
     def node(self, rank: int) -> int:
+        """The number of the node that this rank is on."""
         if self.cyclic is not None:
             return rank % self.cyclic
         return 0 if self.ranks_per_node is None else rank // self.ranks_per_node
@@ -147,21 +139,6 @@ def collective_cost(call: str, num_ranks: int, num_bytes: int, link: Link) -> Co
 # Clocks: what time it is on this rank, and when something may be reported as complete.
 
 
-class Clock(Protocol):
-    def now(self) -> float: ...
-
-    def reached(self, seconds: float) -> bool:
-        """Whether what is complete at `seconds` may be reported now."""
-
-    def until(self, seconds: float) -> None:
-        """Wait for that time."""
-
-    def pause(self) -> bool:
-        """Stop counting work; returns whether it was counted."""
-
-    def resume(self, counted: bool) -> None: ...
-
-
 class MonotonicClock:
     """The clock of the machine, or another function that gives seconds."""
 
@@ -169,13 +146,16 @@ class MonotonicClock:
         self.now = seconds
 
     def reached(self, seconds: float) -> bool:
+        """Whether what is complete at `seconds` may be reported now."""
         return self.now() >= seconds
 
     def until(self, seconds: float) -> None:
+        """Wait for that time."""
         while not self.reached(seconds):
             time.sleep(NAP_SECONDS)
 
     def pause(self) -> bool:
+        """Stop counting work; returns whether it was counted."""
         return False
 
     def resume(self, counted: bool) -> None:
@@ -410,13 +390,16 @@ class VirtualNode(Node):
         return self.clock.work_seconds()
 
 
+Clock = MonotonicClock | VirtualClock
+
+
 # The communicator, and its requests.
 
 
 class _Job:
     """What all communicators of this rank share."""
 
-    def __init__(self, comm: MPI.Comm, links: Links, clock: Clock, cost_of: CostOf) -> None:
+    def __init__(self, comm: MPI.Comm, links: Network, clock: Clock, cost_of: CostOf) -> None:
         self.rank, self.group = comm.rank, comm.Get_group()
         self.links, self.clock, self.cost_of = links, clock, cost_of
         self._ports: dict[Link, Calendar] = defaultdict(lambda: Calendar((-INFINITY, INFINITY)))
@@ -647,7 +630,7 @@ def _num_bytes(message: Any) -> int:
 
 @contextmanager
 def emulated(
-    comm: Communicator, links: Links, clock: Clock | None = None, cost_of: CostOf = collective_cost
+    comm: Communicator, links: Network, clock: Clock | None = None, cost_of: CostOf = collective_cost
 ) -> Iterator[Communicator]:
     """A communicator of the same ranks, whose messages take the time of a network. Collective.
 
@@ -676,10 +659,6 @@ class TimedStep(NamedTuple):
 
     seconds: float
     work_seconds: float
-
-    @property
-    def skipped_seconds(self) -> float:
-        return max(0.0, self.seconds - self.work_seconds)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,6 @@
 
 import hashlib
 import pickle
-import zipfile
-import zlib
 from functools import reduce
 from math import cos, pi, sin
 from pathlib import Path
@@ -13,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpi4dl._files import open_regular
-from mpi4dl.datasets.base import DatasetError, Image, Pixels, Whole, WholeImage, unit_values
+from mpi4dl.datasets.base import DatasetError, FunctionImage, Image, Pixels, Whole, WholeImage, blaming, unit_values
 from mpi4dl.datasets.colour import bytes_of
 from mpi4dl.datasets.files import check_unpacked
 from mpi4dl.datasets.listed import text_of
@@ -91,20 +89,16 @@ def load_npz(path: Path, num_axes: int = 2) -> tuple[ArrayDataset, ArrayDataset 
 
 
 def _arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
-    try:
-        # NumPy leaves a damaged file open where it opened it itself.
-        with open_regular(path) as stream, np.load(stream, allow_pickle=False) as file:
-            names = [name for name in file.files if name in _NAMES]
-            check_unpacked(path, file, names)
-            return {name: file[name] for name in names}
-    except FileNotFoundError as error:
-        raise DatasetError(f"{path}: no such file; {NPZ_LAYOUT}") from error
-    except DatasetError:
-        raise
-    except MemoryError as error:
-        raise DatasetError(f"{path}: needs more memory than there is: it is damaged, or too large") from error
-    except (OSError, ValueError, EOFError, KeyError, TypeError, zlib.error, zipfile.BadZipFile) as error:
-        raise DatasetError(f"{path}: is no readable .npz file, it is damaged or something else: {error}") from error
+    if not path.exists():
+        raise DatasetError(f"{path}: no such file; {NPZ_LAYOUT}")
+    with (
+        blaming(path, "is no readable .npz file, it is damaged or something else"),
+        open_regular(path) as stream,  # NumPy leaves a damaged file open where it opened it itself
+        np.load(stream, allow_pickle=False) as file,
+    ):
+        names = [name for name in file.files if name in _NAMES]
+        check_unpacked(path, file, names)
+        return {name: file[name] for name in names}
 
 
 def _images(path: Path, name: str, images: npt.NDArray[Any], num_axes: int) -> npt.NDArray[Any]:
@@ -164,8 +158,8 @@ def load_cifar(folder: Path) -> tuple[ArrayDataset, ArrayDataset]:
         label_key, names_key = b"fine_labels", b"fine_label_names"
     names = _load(folder / meta, names_key)[names_key]
     classes = tuple(name.decode() for name in names)
-    train, test = (_dataset([folder / name for name in files], label_key, classes) for files in (training, test_files))
-    return train, test
+    train, test = ([folder / name for name in files] for files in (training, test_files))
+    return _dataset(train, label_key, classes), _dataset(test, label_key, classes)
 
 
 def _dataset(files: list[Path], label_key: bytes, classes: tuple[str, ...]) -> ArrayDataset:
@@ -198,13 +192,10 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 def _load(file: Path, *keys: bytes) -> dict[bytes, Any]:
-    try:
-        with open_regular(file) as stream:
-            content = _ArraysOnly(stream, encoding="bytes").load()
-    except FileNotFoundError as error:
-        raise DatasetError(f"{file}: no such file, although CIFAR has it: unpack the archive again") from error
-    except Exception as error:  # a damaged pickle makes the unpickler stumble in many ways
-        raise DatasetError(f"{file}: is no readable CIFAR batch: {error}") from error
+    if not file.exists():
+        raise DatasetError(f"{file}: no such file, although CIFAR has it: unpack the archive again")
+    with blaming(file, "is no readable CIFAR batch"), open_regular(file) as stream:
+        content = _ArraysOnly(stream, encoding="bytes").load()
     missing = [key.decode() for key in keys if not isinstance(content, dict) or key not in content]
     if missing:
         raise DatasetError(f"{file}: has no {', '.join(missing)}, as CIFAR's files have: unpack the archive again")
@@ -245,33 +236,29 @@ class Synthetic(Whole):
         return index % len(self.classes)
 
     def image(self, index: int) -> Image:
-        return _Stripes(self._size, self.label(index), len(self.classes), (self._seed, index))
-
-
-class _Stripes:
-    def __init__(self, size: tuple[int, ...], label: int, num_classes: int, key: tuple[int, int]) -> None:
-        self.size = size
-        random = np.random.default_rng(key)
-        self._start = int(random.integers(_PHASES))
-        dims = len(size)
-        self._keys = [np.uint32(k) for k in random.integers(1 << 32, size=max(2, dims))]
+        label, num_classes, dims = self.label(index), len(self.classes), len(self._size)
+        random = np.random.default_rng((self._seed, index))
+        start, keys = int(random.integers(_PHASES)), random.integers(1 << 32, size=max(2, dims)).astype(np.uint32)
         angle, frequency = pi * label / num_classes, _PHASES / _STRIPE_PERIOD_PX
-        steps = (round(frequency * sin(angle) / 2), round(frequency * sin(angle)), round(frequency * cos(angle)))
-        self._steps = steps[-dims:] if dims > 1 else (_PHASES * (label + 1) // (_STRIPE_PERIOD_PX + num_classes),)
-        self._tint = [round(32 * cos(2 * angle + 2 * pi * channel / 3)) for channel in range(3)]
+        down, across = round(frequency * sin(angle)), round(frequency * cos(angle))
+        steps = (round(frequency * sin(angle) / 2), down, across)[-dims:]
+        steps = steps if dims > 1 else (_PHASES * (label + 1) // (_STRIPE_PERIOD_PX + num_classes),)
 
-    def read(self, *space: Interval) -> Pixels:
-        places = np.ix_(*(np.arange(*interval, dtype=np.int64) for interval in space))
-        phases = sum(step * place for step, place in zip(self._steps, places, strict=True))
-        stripes = _WAVE[(phases + self._start) % _PHASES]
-        scattered = [scatter(place.astype(np.uint32) + key) for place, key in zip(places, self._keys, strict=False)]
-        noise = scatter(reduce(np.bitwise_xor, scattered))
-        pixels = np.empty((*noise.shape, 3), np.uint8)
-        for channel, tint in enumerate(self._tint):
-            # Bytes 0, 1, 2 of one hash are the noise of the three channels.
-            grain = (noise >> np.uint32(8 * channel)).astype(np.uint8) >> (8 - _NOISE_BITS)
-            pixels[..., channel] = np.clip(stripes + (96 + tint) + grain, 0, 255)
-        return pixels
+        def read(*space: Interval) -> Pixels:
+            places = np.ix_(*(np.arange(*interval, dtype=np.int64) for interval in space))
+            phases = sum(step * place for step, place in zip(steps, places, strict=True))
+            stripes = _WAVE[(phases + start) % _PHASES]
+            scattered = [scatter(place.astype(np.uint32) + key) for place, key in zip(places, keys, strict=False)]
+            noise = scatter(reduce(np.bitwise_xor, scattered))
+            pixels = np.empty((*noise.shape, 3), np.uint8)
+            for channel in range(3):
+                tint = round(32 * cos(2 * angle + 2 * pi * channel / 3))
+                # Bytes 0, 1, 2 of one hash are the noise of the three channels.
+                grain = (noise >> np.uint32(8 * channel)).astype(np.uint8) >> (8 - _NOISE_BITS)
+                pixels[..., channel] = np.clip(stripes + (96 + tint) + grain, 0, 255)
+            return pixels
+
+        return FunctionImage(self._size, read)
 
 
 def scatter(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:

@@ -3,7 +3,9 @@
 An image has rows and columns, or a depth before them, and is a volume then, or columns alone, a sequence.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from math import inf
 from pathlib import Path
@@ -48,6 +50,26 @@ class BadImage(DatasetError):
         return printable(f"{self.path}: {self.reason}")
 
 
+@contextmanager
+def blaming(path: Path, what: str = "cannot be decoded") -> Iterator[None]:
+    """Whatever goes wrong in here becomes a `BadImage` of this file, but for what is no fault of its.
+
+    Readers and codecs stumble over damaged bytes in every way that there is: OSError, SyntaxError, struct.error,
+    ZeroDivisionError, MemoryError for a size that nothing has, RecursionError, and errors of their own.
+    """
+    try:
+        yield
+    except DatasetError:
+        raise
+    except MemoryError as error:
+        raise BadImage(path, "needs more memory than there is: it is damaged, or too large") from error
+    except Exception as error:
+        if isinstance(error, OSError) and error.strerror:
+            raise BadImage(path, f"cannot be read: {error.strerror}") from error
+        reason = str(error).strip().partition("\n")[0]
+        raise BadImage(path, f"{what}: {reason or type(error).__name__}") from error
+
+
 def package(name: str, what: str, *packages: str) -> Any:
     """A module that reads `what`, and is of these packages. Raises DatasetError if it is not installed."""
     try:
@@ -82,6 +104,7 @@ class Opened(NamedTuple):
 
     `scaled`: values have units of their own, which they are read in, and so do not depend on the type.
     `channel`: which dim has channels, if the file says it.
+    `affine`: the place of each voxel (x, y, z), in mm; None: unknown.
     `axes`: to which sides of a patient columns, rows and slices run, such as RAS: right, front, head; empty: unknown.
     """
 
@@ -91,6 +114,7 @@ class Opened(NamedTuple):
     scaled: bool = False
     axes: str = ""
     channel: int | None = None
+    affine: npt.NDArray[np.float64] | None = None
 
 
 class Dataset(Protocol):
@@ -201,6 +225,16 @@ class LastMade:
 
     def __reduce__(self) -> Any:
         return LastMade, (self._many, self._weight)
+
+
+@dataclass(frozen=True)
+class FunctionImage:
+    """An image of this size, or a mask, whose boxes a function reads; `axes` and `affine` as of `Opened`."""
+
+    size: tuple[int, ...]
+    read: Callable[..., npt.NDArray[Any]]
+    axes: str = ""
+    affine: npt.NDArray[np.float64] | None = None
 
 
 class WholeImage:

@@ -7,9 +7,9 @@ import io
 import os
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import cached_property
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -20,7 +20,7 @@ import PIL.Image
 from mpi4dl._files import open_regular
 from mpi4dl._wording import counted, mebibytes
 from mpi4dl.datasets import tiff
-from mpi4dl.datasets.base import BadImage, DatasetError, Image, Pixels, Values, finite, package, unit_values
+from mpi4dl.datasets.base import BadImage, FunctionImage, Image, Pixels, Values, blaming, finite, package, unit_values
 from mpi4dl.datasets.colour import TAG, WHITE, in_strips, rgb_of_pillow, upright
 from mpi4dl.datasets.reader_process import OpenSlideLevel, open_with_openslide
 from mpi4dl.datasets.tiff import Unsupported
@@ -127,34 +127,32 @@ def open_image(path: Path) -> Image:
         stored = open_stored_picture(path)
         if stored.channels not in (1, 3):
             raise BadImage(path, f"has {stored.channels} channels, and colours have 1 or 3: choose some by `channels`")
-        return ShownPicture(stored)
+        return shown(stored)
     with blaming(path), open_regular(path) as file:
         magic = file.read(4)
         if not magic:
             raise BadImage(path, "is empty (0 bytes)")
         if path.suffix.lower() in SLIDE_SUFFIXES:
             width, height = open_with_openslide(path)[0]["levels"][0]
-            return _ImageFile(path, OpenSlideLevel(path, 0, (height, width), 1.0))
+            return _checked(path, OpenSlideLevel(path, 0, (height, width), 1.0))
         if magic in tiff.MAGIC:
             with suppress(Unsupported):
-                return _ImageFile(path, tiff.open_tiff(path))
-        return _ImageFile(path, _open_picture(path, file))
+                return _checked(path, tiff.open_tiff(path))
+        return _checked(path, _open_picture(path, file))
 
 
-class _ImageFile:
-    """A file opened by a reader; its errors are `BadImage`, with the name of the file."""
+def _checked(path: Path, image: Image) -> Image:
+    """The image of a reader, whose errors become `BadImage`."""
 
-    def __init__(self, path: Path, image: Image) -> None:
-        self._path, self._image = path, image
-        self.size = image.size
-
-    def read(self, *space: Interval) -> Values:
-        with blaming(self._path):
-            pixels = self._image.read(*space)
+    def read(*space: Interval) -> Pixels:
+        with blaming(path):
+            pixels = image.read(*space)
             if pixels.dtype != np.uint8 or pixels.shape != (*(interval.length for interval in space), 3):
                 asked = " x ".join(map(str, space))
-                raise BadImage(self._path, f"gives {pixels.dtype} pixels of shape {pixels.shape} for {asked}")
+                raise BadImage(path, f"gives {pixels.dtype} pixels of shape {pixels.shape} for {asked}")
         return pixels
+
+    return FunctionImage(image.size, read)
 
 
 def check_unpacked(path: Path, archive: Any, names: Collection[str]) -> None:
@@ -171,26 +169,6 @@ def check_unpacked(path: Path, archive: Any, names: Collection[str]) -> None:
 
 def _memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-@contextmanager
-def blaming(path: Path) -> Iterator[None]:
-    """Whatever goes wrong in here becomes a `BadImage` of this file, but for what is no fault of its.
-
-    Readers and codecs stumble over damaged bytes in every way that there is: OSError, SyntaxError, struct.error,
-    ZeroDivisionError, MemoryError for a size that nothing has, RecursionError, and errors of their own.
-    """
-    try:
-        yield
-    except DatasetError:
-        raise
-    except MemoryError as error:
-        raise BadImage(path, "needs more memory than there is: it is damaged, or too large") from error
-    except OSError as error:
-        reason = f"cannot be read: {error.strerror}" if error.strerror else f"cannot be decoded: {error}"
-        raise BadImage(path, reason) from error
-    except Exception as error:
-        raise BadImage(path, f"cannot be decoded: {str(error) or type(error).__name__}") from error
 
 
 # Inputs and targets of a model that makes images out of images, and rasters of several bands, keep their channels and
@@ -278,7 +256,16 @@ class StoredPicture:
         """The target as an image of the size of its input: channels are `scale` x `scale` pixels in rows, each of all
         channels.
         """
-        return self if self.scale == 1 else _Blocks(self)
+        scale = self.scale
+        if scale == 1:
+            return self
+
+        def read(rows: Interval, cols: Interval) -> Values:
+            pixels = self.read(*(Interval(each.start * scale, each.stop * scale) for each in (rows, cols)))
+            inner = pixels.reshape(rows.length, scale, cols.length, scale, -1).swapaxes(1, 2)
+            return inner.reshape(rows.length, cols.length, -1)
+
+        return FunctionImage(tuple(side // scale for side in self.size), read)
 
 
 def as_rgb(values: Values) -> Pixels:
@@ -290,26 +277,9 @@ def as_rgb(values: Values) -> Pixels:
     return np.broadcast_to(shown, (*values.shape[:-1], 3)).astype(np.uint8)
 
 
-class ShownPicture:
+def shown(stored: StoredPicture) -> Image:
     """A stored picture in colours of 8 bits, as people look at it: values below 0 and above 1 become 0 and 1."""
-
-    def __init__(self, stored: StoredPicture) -> None:
-        self._stored, self.size = stored, stored.size
-
-    def read(self, *space: Interval) -> Pixels:
-        return as_rgb(self._stored.read(*space))
-
-
-class _Blocks:
-    def __init__(self, target: StoredPicture) -> None:
-        self._target = target
-        self.size = tuple(side // target.scale for side in target.size)
-
-    def read(self, *space: Interval) -> Values:
-        scale = self._target.scale
-        pixels = self._target.read(*(Interval(each.start * scale, each.stop * scale) for each in space))
-        rows, cols = (each.length for each in space)
-        return pixels.reshape(rows, scale, cols, scale, -1).swapaxes(1, 2).reshape(rows, cols, -1)
+    return FunctionImage(stored.size, lambda *space: as_rgb(stored.read(*space)))
 
 
 def open_stored_picture(path: Path, bands: Sequence[int] = ()) -> StoredPicture:
@@ -333,39 +303,34 @@ def open_stored_picture(path: Path, bands: Sequence[int] = ()) -> StoredPicture:
             return StoredPicture(path, *tiff.open_values(path, bands))
         wide = head[:4] == _PNG and head[-1] == 16
         with PIL.Image.open(path) as image:
-            size, mode, tag = image.size, image.mode, PIL.Image.Image.getexif(image).get(TAG)
             transparent = "transparency" in image.info
-        if mode not in _CHANNELS or transparent:
-            told = f"has pixels of {mode}{' with transparency' * transparent}"
-            raise BadImage(path, f"{told}: expected 1 channel (grey) or 3 (RGB), of 8 or 16 bits")
-    count = _CHANNELS[mode]
-    places = tiff.chosen_bands(path, bands, count)
+            if image.mode not in _CHANNELS or transparent:
+                told = f"has pixels of {image.mode}{' with transparency' * transparent}"
+                raise BadImage(path, f"{told}: expected 1 channel (grey) or 3 (RGB), of 8 or 16 bits")
+            count = _CHANNELS[image.mode]
+            places = tiff.chosen_bands(path, bands, count)
 
-    def decode() -> npt.NDArray[Any]:
-        if wide:  # of three channels Pillow has 8 bits
-            codecs = package("imagecodecs", f"{path}: reading PNG of 16 bits", "tifffile", "imagecodecs")
-            found: npt.NDArray[Any] = codecs.png_decode(path.read_bytes())
-        else:
-            with PIL.Image.open(path) as image:
-                found = np.asarray(image.convert("RGB" if count == 3 else "L"))
-        return found.reshape(*size[::-1], count)[..., places]
+            def pixels(opened: PIL.Image.Image) -> npt.NDArray[Any]:
+                if wide:  # of three channels Pillow has 8 bits
+                    codecs = package("imagecodecs", f"{path}: reading PNG of 16 bits", "tifffile", "imagecodecs")
+                    found: npt.NDArray[Any] = codecs.png_decode(path.read_bytes())
+                else:
+                    found = np.asarray(opened.convert("RGB" if count == 3 else "L"))
+                return found.reshape(*opened.size[::-1], count)[..., places]
 
-    stored = upright(Decoded(size, decode), tag)
-    return StoredPicture(path, stored, len(places), "uint16" if wide else "uint8")
+            return StoredPicture(path, picture(path, image, pixels), len(places), "uint16" if wide else "uint8")
 
 
-class Decoded:
-    """An image of this size (width, height), of which all is decoded at the first `read`."""
+def picture(path: Path, image: PIL.Image.Image, pixels: Callable[[PIL.Image.Image], npt.NDArray[Any]]) -> Image:
+    """A picture as Pillow opened it, upright, of which all is decoded at the first `read`."""
 
-    def __init__(self, size: tuple[int, int], decode: Callable[[], npt.NDArray[Any]]) -> None:
-        self.size, self._decode = size[::-1], decode
+    @cache
+    def decoded() -> npt.NDArray[Any]:
+        with PIL.Image.open(path) as opened:
+            return pixels(opened)
 
-    @cached_property
-    def _pixels(self) -> npt.NDArray[Any]:
-        return self._decode()
-
-    def read(self, *space: Interval) -> npt.NDArray[Any]:
-        return self._pixels[tuple(slice(*interval) for interval in space)]
+    stored = FunctionImage(image.size[::-1], lambda *space: decoded()[tuple(slice(*each) for each in space)])
+    return upright(stored, PIL.Image.Image.getexif(image).get(TAG))
 
 
 def planes_of(pixels: Values) -> npt.NDArray[np.float32]:

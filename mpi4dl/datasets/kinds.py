@@ -4,7 +4,7 @@
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,8 +14,8 @@ from mpi4dl.datasets.files import DICOM, SUFFIXES, WHOLE_SLIDES, ZARR_SUFFIXES
 from mpi4dl.datasets.listed import files_below
 from mpi4dl.datasets.volumes import GROUPED, VOLUME_SUFFIXES
 
-# The main file of each sample among some files, all its files, and whether it is alone in its folder.
-Grouped = Callable[[Sequence[Path]], Iterator[tuple[Path, Sequence[Path], bool]]]
+# The files of each sample among those of a folder, its main file first.
+Grouped = Callable[[Sequence[Path]], Sequence[Sequence[Path]]]
 
 
 @dataclass(frozen=True)
@@ -74,17 +74,21 @@ class FileKind:
         found, parts_of = [], dict[str, str]()
         for suffix, grouped in self.grouped.items():
             apart = tuple(each for each in self.suffixes if each != suffix)
-            together = [path for path in paths if not path.name.lower().endswith(apart)]
+            folders: dict[Path, list[Path]] = {}
+            for path in sorted(each for each in paths if not each.name.lower().endswith(apart)):
+                folders.setdefault(path.parent, []).append(path)
             paths = [path for path in paths if path.name.lower().endswith(apart)]
-            for main, parts, alone in grouped(together) if together else ():
-                path = main.parent if alone and main.parent != folder else main
-                found.append(path.relative_to(folder).as_posix())
-                parts_of.update((part.relative_to(folder).as_posix(), found[-1]) for part in parts)
+            for parent, inside in folders.items():
+                samples = grouped(inside)
+                for files in samples:
+                    path = parent if len(samples) == 1 and parent != folder else files[0]
+                    found.append(path.relative_to(folder).as_posix())
+                    parts_of.update((file.relative_to(folder).as_posix(), found[-1]) for file in files)
         found += [path.relative_to(folder).as_posix() for path in paths]
         return sorted(found), parts_of
 
 
-def _slides_of_dicom(paths: Sequence[Path]) -> Iterator[tuple[Path, list[Path], bool]]:
+def _slides_of_dicom(paths: Sequence[Path]) -> Sequence[Sequence[Path]]:
     from mpi4dl.datasets.slides import dicom
 
     return dicom.grouped(paths)

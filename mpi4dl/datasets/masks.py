@@ -10,9 +10,8 @@ import PIL.Image
 
 from mpi4dl._files import open_regular
 from mpi4dl.datasets import tiff
-from mpi4dl.datasets.base import IGNORED, BadImage, Image
-from mpi4dl.datasets.colour import TAG, upright
-from mpi4dl.datasets.files import ZARR_SUFFIXES, Decoded, blaming, is_zarr
+from mpi4dl.datasets.base import IGNORED, BadImage, FunctionImage, Image, blaming
+from mpi4dl.datasets.files import ZARR_SUFFIXES, is_zarr, picture
 from mpi4dl.datasets.volumes import VOLUME_SUFFIXES, open_volume
 from mpi4dl.geometry import Interval
 
@@ -31,7 +30,8 @@ class Mask:
     """
 
     def __init__(self, path: Path, stored: Image, num_classes: int, ignored: int | None = IGNORE_INDEX) -> None:
-        self.path, self.size, self.axes = path, stored.size, getattr(stored, "axes", "")
+        self.path, self.size = path, stored.size
+        self.axes, self.affine = getattr(stored, "axes", ""), getattr(stored, "affine", None)
         self._stored, self._num_classes, self._ignored = stored, num_classes, ignored
 
     def read(self, *space: Interval) -> npt.NDArray[np.int64]:
@@ -55,14 +55,14 @@ def open_stored(path: Path, volumes: bool = False) -> Image:
             from mpi4dl.datasets import zarrs
 
             image = zarrs.ZarrImage(path)
-            return _OneChannel(path, image, len(image.bands), image.read)
+            return _one_channel(path, image, len(image.bands), image.read)
         with open_regular(path) as file:
             magic = file.read(4)
         if not magic:
             raise BadImage(path, "is empty (0 bytes)")
         if volumes:
             volume = open_volume(path)
-            return _OneChannel(path, volume, volume.channels, volume.stored)
+            return _one_channel(path, volume, volume.channels, volume.stored)
         if magic in tiff.MAGIC:
             return tiff.open_tiff(path, indices=True)
         return _open_picture(path)
@@ -99,23 +99,17 @@ def _integers(path: Path, stored: Image, space: tuple[Interval, ...]) -> npt.NDA
 
 def _open_picture(path: Path) -> Image:
     with PIL.Image.open(path) as image:
-        size, mode, kind = image.size, image.mode, image.format
+        kind, mode = image.format, image.mode
         if mode == "LA":  # which is grey where nothing is transparent
             opaque = image.getchannel("A").getextrema() == (_WHITE, _WHITE)
             mode = "L" if opaque else mode
-        orientation = PIL.Image.Image.getexif(image).get(TAG)
-    if kind not in ("PNG", "BMP", "GIF"):
-        raise BadImage(path, f"is a {kind} file: masks are PNG, TIFF, BMP or GIF, which keep the number of each pixel")
-    if mode not in _MODES:
-        raise BadImage(
-            path, f"is a picture in colours ({mode}): a mask is grey or has a palette, of numbers of classes"
-        )
-
-    def decode() -> npt.NDArray[Any]:
-        with PIL.Image.open(path) as image:
-            return indices_of(image)
-
-    return upright(Decoded(size, decode), orientation)
+        if kind not in ("PNG", "BMP", "GIF"):
+            told = "masks are PNG, TIFF, BMP or GIF, which keep the number of each pixel"
+            raise BadImage(path, f"is a {kind} file: {told}")
+        if mode not in _MODES:
+            told = "a mask is grey or has a palette, of numbers of classes"
+            raise BadImage(path, f"is a picture in colours ({mode}): {told}")
+        return picture(path, image, indices_of)
 
 
 def indices_of(image: PIL.Image.Image) -> npt.NDArray[Any]:
@@ -129,16 +123,12 @@ def indices_of(image: PIL.Image.Image) -> npt.NDArray[Any]:
     return pixels // next((step for name, step in _STRETCHED.items() if name in names), 1)
 
 
-class _OneChannel:
-    """A mask in an image that must have one channel, of which `stored` reads boxes."""
-
-    def __init__(self, path: Path, image: Any, channels: int, stored: Callable[..., npt.NDArray[Any]]) -> None:
-        self.size, self._stored, self.axes = image.size, stored, getattr(image, "axes", "")
-        if channels != 1:
-            raise BadImage(path, f"has {channels} channels: a mask has one number in each place, that of its class")
-
-    def read(self, *space: Interval) -> npt.NDArray[Any]:
-        return self._stored(*space)[..., 0]
+def _one_channel(path: Path, image: Any, channels: int, stored: Callable[..., npt.NDArray[Any]]) -> Image:
+    """A mask in an image that must have one channel, of which `stored` reads boxes. Raises BadImage."""
+    if channels != 1:
+        raise BadImage(path, f"has {channels} channels: a mask has one number in each place, that of its class")
+    where = getattr(image, "axes", ""), getattr(image, "affine", None)
+    return FunctionImage(image.size, lambda *space: stored(*space)[..., 0], *where)
 
 
 def mask_suffixes(volumes: bool) -> tuple[str, ...]:

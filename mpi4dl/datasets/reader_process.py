@@ -151,18 +151,16 @@ class OpenSlideLevel:
 
     def read(self, *space: Interval) -> Pixels:
         rows, cols = space
-        if self._downsample == int(self._downsample):
+        if self._downsample == int(self._downsample) or rows.empty or cols.empty:
             return in_strips(self._strip, rows, cols, STRIP_ROWS)
         # OpenSlide places boxes by pixels of level 0, and blends pixels of a level that lie between: always as here.
-        blocks = [
-            np.concatenate(
-                [in_strips(self._strip, down, across, STRIP_ROWS) for across in _grid(cols, self.size[1])], 1
-            )
-            for down in _grid(rows, self.size[0])
-        ]
-        pixels = np.concatenate(blocks)
-        top, left = (interval.start // ALIGNED_PX * ALIGNED_PX for interval in space)
-        return pixels[rows.start - top : rows.stop - top, cols.start - left : cols.stop - left]
+        sides = [Interval(0, side) for side in self.size]
+        grid = [[each.intersect(side) for each in of.blocks(ALIGNED_PX)] for of, side in zip(space, sides, strict=True)]
+        pixels = np.concatenate(
+            [np.concatenate([self._strip(down, across) for across in grid[1]], 1) for down in grid[0]]
+        )
+        (top, *_), (left, *_) = grid
+        return pixels[slice(*rows.shift(-top.start)), slice(*cols.shift(-left.start))]
 
     def _strip(self, rows: Interval, cols: Interval) -> Pixels:
         corner = round(cols.start * self._downsample), round(rows.start * self._downsample)
@@ -171,10 +169,3 @@ class OpenSlideLevel:
             raise BadImage(self._path, f"cannot be decoded: {answer['error']}")
         found = np.frombuffer(content, np.uint8).reshape(rows.length, cols.length, -1)
         return found if found.shape[2] == len("RGB") else over_white(found[..., :3], found[..., 3])
-
-
-def _grid(wanted: Interval, size: int) -> list[Interval]:
-    """The blocks of a fixed grid that an interval touches; of an empty one the block at its place."""
-    first, last = wanted.start // ALIGNED_PX, max(wanted.start, wanted.stop - 1) // ALIGNED_PX
-    starts = (number * ALIGNED_PX for number in range(first, last + 1))
-    return [Interval(start, max(start, min(start + ALIGNED_PX, size))) for start in starts]

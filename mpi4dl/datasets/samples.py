@@ -72,8 +72,10 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "weight": (),  # a column `weight` may be that of bodies: the user names it
 }
 # Of patients also other names, where a table has none of the usual ones.
+_WHO, _NUMBER = "case|patient|patienten|pat|subject|participant|donor", "id|no|nr|num|number|nummer|name|code|key|uid"
 _OF_PATIENTS = re.compile(
-    r"(case|patient|patienten|pat|subject|participant|donor)(_?(id|no|nr|num|number|nummer|name|code|key|uid))?|mrn|pid"
+    rf"({_WHO})(_?({_NUMBER}))?|({_NUMBER}|n|numéro|identifiant)_?(du_|de_)?({_WHO})|patient(in|e|_e)|mrn|pid|ipp|"
+    rf"(fall|dossier|proband|probanden)_?({_NUMBER})|(n|no|numéro|identifiant)_?(de_|du_)?dossier"
 )
 MAY_BE_WEIGHTS = ("weight", "weights", "sample_weight")
 LABEL_COLUMNS = ("label", "labels", "class", "target")
@@ -442,6 +444,13 @@ def require_patients_apart(rows: Sequence[Sample], path: Path | None = None) -> 
                     f"{where}patient {row.patient!r} is in {here} by {_told(row)}, but in {place_of(other)} by "
                     f"{_told(other)}: all that is of a patient belongs together"
                 )
+
+
+def require_annotations(table: Path, rows: Sequence[Sample], noun: str) -> None:
+    """Raises DatasetError for a sample without an annotation, such as a mask or a target."""
+    bare = next((row for row in rows if row.annotation is None), None)
+    if bare is not None:
+        raise DatasetError(f"{table}, line {bare.line}: {bare.name} has no {noun}: name one, or leave the line out")
 
 
 def _fold_of(row: Sample) -> str:

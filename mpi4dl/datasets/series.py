@@ -9,8 +9,7 @@ Slices are in the order of their places along the normal of the image plane (DIC
 units that RescaleSlope and RescaleIntercept, or a Modality LUT, give, such as Hounsfield units.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl.datasets.base import BadImage, Opened, Slices, package
+from mpi4dl.datasets.base import BadImage, Opened, Slices, blaming, package
 from mpi4dl.datasets.files import is_dicom
 
 _NEEDED = [
@@ -27,6 +26,7 @@ _NEEDED = [
 ]
 _SIDES = ("RL", "AP", "IS")  # of each axis of DICOM, to which smaller and larger numbers run
 _UNEVEN = 0.1  # of the distance of slices, by which it may differ
+_UNREADABLE = "cannot be read as DICOM"
 
 
 class _Slice(NamedTuple):
@@ -42,24 +42,19 @@ class NoSlice(BadImage):
     """A DICOM file of something else."""
 
 
-def grouped(paths: Sequence[Path]) -> Iterator[tuple[Path, Sequence[Path], bool]]:
-    """The volumes among DICOM files: the first file of each, all its files, and whether it is alone in its folder.
+def grouped(paths: Sequence[Path]) -> Sequence[Sequence[Path]]:
+    """The files of each volume among the DICOM files of a folder.
 
     Files that cannot be read are volumes of their own, which opening them will say. Raises DatasetError without
     pydicom.
     """
-    folders: dict[Path, list[Path]] = {}
-    for path in sorted(paths):
-        folders.setdefault(path.parent, []).append(path)
-    for inside in folders.values():
-        series: dict[str, list[Path]] = {}
-        for path in inside:
-            try:
-                series.setdefault(_slice(path).series, []).append(path)
-            except BadImage:
-                series.setdefault(str(path), []).append(path)
-        for files in series.values():
-            yield files[0], files, len(series) == 1
+    series: dict[str, list[Path]] = {}
+    for path in paths:
+        try:
+            series.setdefault(_slice(path).series, []).append(path)
+        except BadImage:
+            series.setdefault(str(path), []).append(path)
+    return [*series.values()]
 
 
 def open_series(path: Path) -> Opened:
@@ -124,15 +119,6 @@ def _inside(folder: Path) -> list[Path]:
     return sorted(each for each in folder.iterdir() if not each.name.startswith(".") and is_dicom(each))
 
 
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """What goes wrong in here is raised as BadImage."""
-    try:
-        yield
-    except Exception as error:  # a damaged header makes it stumble in many ways
-        raise BadImage(path, f"cannot be read as DICOM: {str(error) or type(error).__name__}") from error
-
-
 def _slice(path: Path) -> _Slice:
     """The header of a slice. Raises BadImage."""
     found = _told(path)
@@ -143,7 +129,7 @@ def _slice(path: Path) -> _Slice:
 
 def _told(path: Path) -> _Slice:
     """The header of a file, whatever it is. Raises BadImage."""
-    with _reading(path):
+    with blaming(path, _UNREADABLE):
         told = path.stat()
     return _header(path, told.st_size, told.st_mtime_ns)
 
@@ -152,7 +138,7 @@ def _told(path: Path) -> _Slice:
 def _header(path: Path, num_bytes: int, written: int) -> _Slice:
     """The header of a file of this size and time of writing, without what is behind it. Raises BadImage."""
     pydicom, reader = (package(name, f"{path}: reading it") for name in ("pydicom", "pydicom.filereader"))
-    with _reading(path), path.open("rb") as file:
+    with blaming(path, _UNREADABLE), path.open("rb") as file:
         tags = [pydicom.tag.Tag(name) for name in _NEEDED]
         found = reader.read_partial(file, lambda tag, vr, length: tag > max(tags), specific_tags=tags)
     series, place, shape, problem = str(found.get("SeriesInstanceUID") or path), np.nan, (0, 0), ""
@@ -178,10 +164,8 @@ def _header(path: Path, num_bytes: int, written: int) -> _Slice:
 def _pixels(path: Path) -> npt.NDArray[np.float32]:
     """The values of a slice in their units. Raises BadImage."""
     pydicom, pixels = (package(name, f"{path}: reading it") for name in ("pydicom", "pydicom.pixels"))
-    with _reading(path):
+    with blaming(path, _UNREADABLE):
         found = pydicom.dcmread(path)
-    try:
+    with blaming(path):
         values: npt.NDArray[Any] = pixels.apply_modality_lut(found.pixel_array, found)
-    except Exception as error:  # each decoder has errors of its own
-        raise BadImage(path, f"cannot be decoded: {str(error) or type(error).__name__}") from error
     return values.astype(np.float32)

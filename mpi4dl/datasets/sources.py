@@ -41,9 +41,10 @@ from mpi4dl.datasets.samples import (
     SampleTable,
     patients_of,
     read_samples,
+    require_annotations,
     without_suffix,
 )
-from mpi4dl.datasets.split import Named, Subset, fold_table, split, split_rows
+from mpi4dl.datasets.split import Named, Subset, split, split_rows
 from mpi4dl.datasets.table import require_apart
 
 
@@ -81,11 +82,6 @@ class SampleFiles(ListedFiles):
     def tells_patients(self) -> bool:
         """Whether samples are of patients, rather than each its own."""
         return self.kind.tells_patients or any(row.patient != row.name for row in self.rows)
-
-    @property
-    def has_folds(self) -> bool:
-        """Whether samples are in folds."""
-        return any(row.fold is not None for row in self.rows)
 
     def label_as_text(self, index: int) -> str | None:
         """What is to be learnt of a sample, with the microns per pixel and the weight that the table says."""
@@ -138,10 +134,6 @@ class SampleFiles(ListedFiles):
         """What was taken for what in the table."""
         taken = [f"{role} = {column}" for role, column in self.columns.items()]
         return (f"columns of the {self.kind.nouns}: {some(taken, len(taken))}",) if taken else ()
-
-    def folds_as_text(self) -> str:
-        """The fold of each sample, and which are for tests, as a table that `read_split_file` reads."""
-        return fold_table(self.rows)
 
 
 _TRAIN_VAL = ("train", "val")
@@ -228,11 +220,11 @@ def pair_table(root: Path, form: LabelForm, kind: FileKind, before: str = "") ->
     others = _by_name(second, [path.relative_to(second).as_posix() for path in files_below(second, suffixes)], suffixes)
     if not images:
         raise DatasetError(f"{first}: has no {kind.nouns}; {form.where}")
-    missing = [found for name, found in images.items() if name not in others]
+    missing = [name for name in images if name not in others]
     if missing:
         more = f", and {len(missing) - 1} others have none" if len(missing) > 1 else ""
-        bare, asked = first / missing[0], second / Path(missing[0]).with_suffix(".png")
-        raise DatasetError(f"{bare}: has no {form.files}{more}: add {asked}, or a TIFF file of this name")
+        told = f"{first / images[missing[0]]}: has no {form.files}{more}: add {second / missing[0]}{suffixes[0]}"
+        raise DatasetError(f"{told}, or a file of this name that ends in {some(suffixes[1:])}")
     rows = []
     for name, file in images.items():
         path = f"{before}{first.name}/{file}"
@@ -264,12 +256,7 @@ class PairedFiles(SampleFiles):
         self, source: Path, root: Path, table: SampleTable, kind: FileKind = PICTURES, channels: Channels = "rgb"
     ) -> None:
         super().__init__(source, root, table, kind, channels)
-        bare = next((row for row in table.rows if row.annotation is None), None)
-        if bare is not None:
-            noun = files_of(table.task)
-            raise DatasetError(
-                f"{source}, line {bare.line}: {bare.name} has no {noun}: name one, or leave the line out"
-            )
+        require_annotations(source, table.rows, files_of(table.task))
         beside = source.parent if source.is_file() else root
         names = [str(row.annotation).replace("\\", "/") for row in table.rows]
         base = beside if (beside / names[0]).is_file() else root
@@ -514,8 +501,12 @@ def open(
         images = Synthetic(num_train + num_val, size, num_classes or SYNTHETIC_CLASSES, seed)
         return Subset(images, range(num_train)), Subset(images, range(num_train, num_train + num_val))
     path = Path(source).expanduser()
-    found: Sequence[Named] = _arrays(path, size)
-    if not found:
+    found: Sequence[Named] = ()
+    if path.suffix == ".npz":
+        found = [part for part in load_npz(path, len(size)) if part is not None]
+    elif len(size) == 2 and is_cifar(path):
+        found = load_cifar(path)
+    else:
         if not path.exists():
             raise DatasetError(
                 f"{source}: no such file or folder; expected {SYNTHETIC!r}, a folder of images or an .npz"
@@ -544,11 +535,3 @@ def open(
     if task is not None and task_of(training) != task:
         raise DatasetError(f"{source}: has labels to {task_of(training)}, not to {task}; {FORMS[task].where}")
     return training, validation
-
-
-def _arrays(path: Path, size: tuple[int, ...]) -> tuple[Named, ...]:
-    """The arrays to train on and to validate with, or all of them if the source does not say which; else nothing."""
-    if path.suffix == ".npz":
-        training, test = load_npz(path, len(size))
-        return (training, test) if test else (training,)
-    return load_cifar(path) if len(size) == 2 and is_cifar(path) else ()

@@ -118,10 +118,8 @@ def split(
     aside = split_patients(
         patients, strata, fraction, seed, validating, names, validates, "patients" if known else "samples"
     )
-    return (
-        Subset(dataset, [index for index, held in enumerate(aside) if not held]),
-        Subset(dataset, [index for index, held in enumerate(aside) if held]),
-    )
+    training, validation = ([i for i, held in enumerate(aside) if held is part] for part in (False, True))
+    return Subset(dataset, training), Subset(dataset, validation)
 
 
 def place(name: str, seed: int) -> float:
@@ -214,17 +212,10 @@ def split_patients(
     `fraction` of the patients validate, rounded to a whole number, halves up. Strata share them by the method of the
     largest remainder. Each stratum of two patients or more has one on each side, which goes before the exact total.
 
-    Args:
-        patients: the patient of each sample.
-        strata: the stratum of each sample, as of `strata_of`. A patient with several belongs to the most frequent, and
-            of equally frequent ones to the highest.
-        fraction: the share of patients that validate, in (0, 1).
-        seed: decides which patients, with their names.
-        known: of patients, or of samples, whether they validated before. They stay there, and new patients bring each
-            stratum as near to its share as they can.
-        names: the name of each sample, if `known` has names of samples.
-        validates: whether something validates: else one patient is enough, who trains.
-        noun: what is split, for messages.
+    A patient with samples of several strata belongs to the most frequent, and of equally frequent ones to the highest.
+    `known` says of patients, or of samples by their `names`, whether they validated before. They stay there, and new
+    patients bring each stratum as near to its share as they can. Where nothing `validates` one patient is enough, who
+    trains. `noun` is what is split, for messages.
 
     Raises:
         DatasetError: a fraction outside (0, 1), fewer than two patients, a patient on both sides in `known`, or
@@ -311,17 +302,9 @@ def split_rows(
     """The samples with their part (train, val, test, or nothing if it is left out) and fold, and remarks on them.
 
     A split file decides, or else the table's columns, `folds`, or `fraction`, in this order. With `folds` samples for
-    tests stay apart, and the others of `fold` validate.
-
-    Args:
-        rows: the samples, as a table has them.
-        task, classes: what the labels are for, and the names of classes.
-        fraction, seed, known: as in `split_patients`; `known` has paths of samples.
-        folds, fold: how many folds there are, and which one validates.
-        split_file: a file as of `read_split_file`, in place of the table's columns.
-        of_fold: the split file is that of `fold`, and has no other.
-        validates: whether something validates: else there may be nothing for it.
-        table, kind: where the samples are from and what they are, for messages.
+    tests stay apart, and the others of `fold` validate; by `of_fold` the split file is that of `fold` alone. `known` is
+    as in `split_patients`, of paths of samples. Where nothing `validates` there may be nothing for it. `table` and
+    `kind` are for messages.
 
     Raises:
         DatasetError: a patient in two parts, which names both samples; a file and folds that do not go together.
@@ -370,10 +353,7 @@ def split_rows(
             for n, row in enumerate(rows)
         )
         remarks += (f"fold {fold} of {folds} validates, split by patient", *check_parts(found, task, kind=kind))
-        for_tests = sum(row.split == "test" for row in found)
-        if for_tests:
-            remarks += (f"{counted(for_tests, f'{kind.noun} is', f'{kind.nouns} are')} for tests, and in no fold",)
-        return found, remarks
+        return found, (*remarks, *_for_tests(found, kind, "in no fold"))
     if not any(row.split for row in rows):
         names, patients = [row.path for row in rows], [row.patient for row in rows]
         strata = strata_of(task, patients, _labels(task, rows))
@@ -389,14 +369,13 @@ def split_rows(
     if not any(row.split == "val" for row in rows) and any(row.split == "test" for row in rows):
         rows = tuple(row._replace(split="val") if row.split == "test" else row for row in rows)
         remarks += (f"{where} has no {kind.nouns} for val: those for test validate",)
-    for_tests = sum(row.split == "test" for row in rows)
-    if split_file is None:
-        remarks += ("split by the table",)
-    if for_tests:
-        remarks += (
-            f"{counted(for_tests, f'{kind.noun} is', f'{kind.nouns} are')} for tests, and not used in training",
-        )
-    return tuple(rows), remarks
+    remarks += ("split by the table",) if split_file is None else ()
+    return tuple(rows), (*remarks, *_for_tests(rows, kind, "not used in training"))
+
+
+def _for_tests(rows: Sequence[Sample], kind: FileKind, where: str) -> list[str]:
+    count = sum(row.split == "test" for row in rows)
+    return [f"{counted(count, f'{kind.noun} is', f'{kind.nouns} are')} for tests, and {where}"] if count else []
 
 
 def _placed(rows: Sequence[Sample], path: Path, kind: FileKind) -> tuple[tuple[Sample, ...], tuple[str, ...]]:

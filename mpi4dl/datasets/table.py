@@ -1,16 +1,9 @@
 """Tables in CSV files: their text, and what columns of labels mean.
 
     file,grade                  classify      one column of names, or of 0 and 1: the class of each sample
-    a/1.png,benign
-
     file,split,age              regress       one or several columns of numbers
-    a/1.png,train,61.5
-
     file,tumour,stroma          multilabel    several columns of 0 and 1: which of them a sample shows
-    a/1.png,1,0
-
     file,time,event             survival      how long each was seen, and 1 if the event came then, 0 if not
-    a/1.png,37.5,1
 
 Values are separated by commas, semicolons or tabs; the text is UTF-8, or UTF-16 as Excel writes it. Columns that
 identify a patient or sample, such as `patient_id`, are no labels.
@@ -58,6 +51,7 @@ _MISSING = frozenset(
 )  # fmt: skip
 _TRUTH = {"true": 1.0, "false": 0.0}
 _NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*|,[0-9]+)?|[.,][0-9]+)([eE][+-]?[0-9]+)?")
+_WITH_UNIT = re.compile(rf"({_NUMBER.pattern})\s*([^\W\d_][^\d\s]*|[^\w\s.,+-]\S*)")
 _MAYBE_THOUSANDS = re.compile(r"[+-]?[1-9][0-9]{0,2}([.,][0-9]{3})+")
 
 Label = int | tuple[float, ...]
@@ -349,6 +343,12 @@ class LabelColumns:
                     "amounts: say `task` classify or regress"
                 )
             return "regress"
+        measured = [_WITH_UNIT.fullmatch(text) for text in self._texts(name)]
+        if len({each and each[each.re.groups] for each in measured}) == 1 and measured[0]:
+            raise DatasetError(
+                f"{self._path}: the column {name!r} has numbers with a unit, such as {measured[0][0]!r}: write the "
+                "numbers alone, or say `task` classify"
+            )
         if len({*self._texts(name)}) == len(found) > FEW_VALUES:
             raise DatasetError(
                 f"{self._path}: the column {name!r} has another value in each line, such as "
@@ -481,6 +481,11 @@ def part_named(word: str) -> str:
     return next((part for part, words in kinds if word.casefold() in words), "")
 
 
+def _composed(name: str) -> str:
+    """A name with each letter and its marks as one character, as macOS does not write names of files."""
+    return unicodedata.normalize("NFC", name)
+
+
 def found_in(
     path: Path, asked: Sequence[tuple[int, str]], names: Sequence[str], kind: FileKind, where: str, remedy: str
 ) -> list[str]:
@@ -495,14 +500,16 @@ def found_in(
     by_name: dict[str, list[str]] = {}
     by_stem: dict[str, list[str]] = {}  # without the last ending alone, as of TCGA-AA-0001-DX1.<UUID>.svs
     for name in names:
-        base = name.rpartition("/")[2]
+        shown = _composed(name)
+        base = shown.rpartition("/")[2]
         by_stem.setdefault(base.rpartition(".")[0], []).append(name)
-        for short in {base, base.partition(".")[0], name.rpartition(".")[0]}:
+        for short in {shown, base, base.partition(".")[0], shown.rpartition(".")[0]}:
             by_name.setdefault(short, []).append(name)
     known, used, paths = set(names), dict[str, int](), []
     for line, text in asked:
         name = text.replace("\\", "/").removeprefix("./")
-        found = [name] if name in known else by_name.get(name) or by_stem.get(name, [])
+        shown = _composed(name)
+        found = [name] if name in known else by_name.get(shown) or by_stem.get(shown, [])
         if len(found) != 1:
             several = f"one of {counted(len(found), kind.noun, kind.nouns)}, such as {' and '.join(sorted(found)[:2])}"
             which, advice = (several, "") if found else (f"no {kind.noun}", remedy)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import PIL.Image
 
 from mpi4dl._wording import counted
-from mpi4dl.datasets.base import BadImage, DatasetError, Image, Pixels, package
+from mpi4dl.datasets.base import BadImage, DatasetError, FunctionImage, Image, Pixels, blaming, package
 from mpi4dl.datasets.colour import TAG, WHITE, bytes_of, rgb_of, upright
 from mpi4dl.datasets.reader_process import ask, has_openslide, needs_openslide
 from mpi4dl.geometry import Interval, ceil_div
@@ -41,7 +41,7 @@ _PREMULTIPLIED, _STRAIGHT = 1, 2
 Samples = npt.NDArray[Any]
 
 
-class Unsupported(Exception):
+class Unsupported(DatasetError):
     """The TIFF file is stored in a way that is left to Pillow, which decodes it whole."""
 
 
@@ -143,7 +143,14 @@ def open_tiff(path: Path, indices: bool = False) -> Image:
         Unsupported: intact, but of colours that this reader leaves to Pillow.
     """
     image, _, inside = _opened_as(_Indices if indices else _Tiff, path)
-    return image if indices or inside is None else _OnWhite(image, inside)
+    return image if indices or inside is None else _on_white(image, inside)
+
+
+def _on_white(image: Image, inside: Image) -> Image:
+    """A picture that is white where its mask is 0."""
+    return FunctionImage(
+        image.size, lambda *space: np.where(inside.read(*space)[..., None], image.read(*space), np.uint8(WHITE))
+    )
 
 
 def open_values(path: Path, bands: Sequence[int] = ()) -> tuple[Image, int, str, float | None, Image | None]:
@@ -209,13 +216,9 @@ def _mask_of(path: Path, file: Any, stored: Image) -> Image | None:
 def opened(path: Path) -> Iterator[Any]:
     """A file by tifffile. What goes wrong in here is raised as BadImage, DatasetError or Unsupported."""
     tifffile = package("tifffile", f"{path}: reading TIFF", "tifffile", "imagecodecs")
-    try:
-        with tifffile.TiffFile(path, _multifile=False) as file:
-            yield file
-    except (DatasetError, Unsupported):
-        raise
-    except Exception as error:  # a damaged header makes the parser stumble in many ways
-        raise BadImage(path, f"has no readable TIFF header, it is truncated or damaged: {error}") from error
+    told = "has no readable TIFF header, it is truncated or damaged"
+    with blaming(path, told), tifffile.TiffFile(path, _multifile=False) as file:
+        yield file
 
 
 class PageFacts(NamedTuple):
@@ -255,7 +258,7 @@ def open_levels(path: Path) -> tuple[tuple[Image, ...], PageFacts]:
             _check_segments(path, pages[0])
             stored = _Tiff(path, pages, file.ome_metadata)
             mask = _mask_of(path, file, stored)
-            return upright(_OnWhite(stored, mask) if mask else stored, tag), mask is not None
+            return upright(_on_white(stored, mask) if mask else stored, tag), mask is not None
 
         finest, masked = image(pages)
         levels = [finest]
@@ -408,12 +411,8 @@ def samples_of(path: Path, page: Any, descriptor: int) -> Samples:
         for index, (offset, num_bytes) in enumerate(zip(page.dataoffsets, page.databytecounts, strict=True)):
             data = os.pread(descriptor, num_bytes, offset)
             elsewhere |= not _is_measured(path, index, data, (down, prod(across)))
-    try:
+    with blaming(path, "has a page that cannot be decoded"):
         return _elsewhere(path, page) if elsewhere else page.asarray()
-    except BadImage:
-        raise
-    except Exception as error:  # each codec has its own kinds of error
-        raise BadImage(path, f"has a page that cannot be decoded: {error}") from error
 
 
 def _elsewhere(path: Path, page: Any, index: int | None = None) -> Samples:
@@ -435,23 +434,20 @@ class _Tiff:
         self._decode, self._jpegtables = first.decode, first.jpegtables
         self._elsewhere, self._pictures = (int(first.compression) in kinds for kinds in (UNMEASURED, PICTURES))
         self.blank, self._colour = self._meaning(ome)
-        self.height: int = first.imagelength
-        self.width: int = first.imagewidth
-        self._tile_height: int = first.tilelength if first.is_tiled else min(first.rowsperstrip, self.height)
-        self._tile_width: int = first.tilewidth if first.is_tiled else self.width
-        self.size = self.height, self.width
-        sides = (self.height, self.width, self._tile_height, self._tile_width)
-        if min(sides) < 1 or first.imagedepth != 1:
-            raise BadImage(path, f"has {self.height} x {self.width} x {first.imagedepth} pixels: it is damaged")
-        if self._tile_height * self._tile_width > MOST_PIXELS_AT_ONCE:
-            what = f"{self._tile_height} x {self._tile_width} pixels that must be decoded at once"
+        height, width = self.size = first.imagelength, first.imagewidth
+        down, across = self._sides = (
+            (first.tilelength, first.tilewidth) if first.is_tiled else (min(first.rowsperstrip, height), width)
+        )
+        if min(height, width, down, across) < 1 or first.imagedepth != 1:
+            raise BadImage(path, f"has {height} x {width} x {first.imagedepth} pixels: it is damaged")
+        if down * across > MOST_PIXELS_AT_ONCE:
+            what = f"{down} x {across} pixels that must be decoded at once"
             raise BadImage(path, f"stores {what}, which is too many: convert it to a TIFF of small tiles")
-        self._tiles_down = ceil_div(self.height, self._tile_height)
-        self._tiles_across = ceil_div(self.width, self._tile_width)
+        self._tiles_down, self._tiles_across = ceil_div(height, down), ceil_div(width, across)
         self._planes = first.samplesperpixel if first.planarconfig == 2 else 1
         self._read = [*product(pages, range(self._planes))]  # in this order
         # Where rows lie in the file as they are, those that a box needs are read alone.
-        self._row_shape = (self._tile_width, first.samplesperpixel // self._planes)
+        self._row_shape = (across, first.samplesperpixel // self._planes)
         formats = np.unique(first.tags.valueof("SampleFormat", _UNSIGNED)).tolist()
         stored = (first.compression, first.predictor, first.fillorder, first.bitspersample, formats)
         self._plain_rows = stored == (_UNCOMPRESSED, 1, 1, 8, [_UNSIGNED])
@@ -466,6 +462,8 @@ class _Tiff:
         """The value of missing pixels, and a function that makes pixels of samples (rows, columns, samples)."""
         try:
             return np.full(3, WHITE, np.uint8), colouring(self._pages[0], len(self._pages), ome)
+        except Unsupported:
+            raise
         except ValueError as error:
             raise BadImage(self._path, str(error)) from error
 
@@ -474,7 +472,7 @@ class _Tiff:
         pixels = np.empty((rows.length, cols.length, *self.blank.shape), self.blank.dtype)
         if not pixels.size:
             return pixels
-        spans = map(_spans, space, (self._tile_height, self._tile_width))
+        spans = map(_spans, space, self._sides)
         descriptor = os.open(self._path, os.O_RDONLY)
         try:
             for (down, inner_rows, outer_rows), (across, inner_cols, outer_cols) in product(*spans):
@@ -509,29 +507,15 @@ class _Tiff:
         left = max(0, os.fstat(descriptor).st_size - offset)
         if left < num_bytes:
             raise BadImage(self._path, f"is truncated: tile {index} has {left} of {num_bytes} bytes")
-        if self._plain_rows and num_bytes >= self._tile_height * row_bytes:
+        if self._plain_rows and num_bytes >= self._sides[0] * row_bytes:
             count = rows.stop - rows.start
             data = os.pread(descriptor, count * row_bytes, offset + rows.start * row_bytes)
             return np.frombuffer(data, np.uint8).reshape(count, *self._row_shape)
         data = os.pread(descriptor, num_bytes, offset)
-        sides = self._tile_height, self._tile_width
-        if self._elsewhere or (self._pictures and not _is_measured(self._path, index, data, sides)):
+        if self._elsewhere or (self._pictures and not _is_measured(self._path, index, data, self._sides)):
             return _elsewhere(self._path, page, index)[0, rows]
-        try:
-            samples = self._decode(data, index, jpegtables=self._jpegtables)[0]
-        except Exception as error:  # each codec has its own kinds of error for bytes that it cannot decode
-            raise BadImage(self._path, f"tile {index} cannot be decoded: {error}") from error
-        return samples[0, rows]
-
-
-class _OnWhite:
-    """A picture that is white where its mask is 0."""
-
-    def __init__(self, image: Image, inside: Image) -> None:
-        self.size, self._image, self._inside = image.size, image, inside
-
-    def read(self, *space: Interval) -> npt.NDArray[Any]:
-        return np.where(self._inside.read(*space)[..., None], self._image.read(*space), np.uint8(WHITE))
+        with blaming(self._path, f"tile {index} cannot be decoded"):
+            return self._decode(data, index, jpegtables=self._jpegtables)[0][0, rows]
 
 
 class _Indices(_Tiff):

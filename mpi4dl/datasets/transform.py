@@ -20,7 +20,7 @@ import PIL.Image
 
 from mpi4dl.datasets.affine import Affine, at_nearest, bilinear
 from mpi4dl.datasets.augment import TRANSFORM_STREAM, Augmentation, Variation, vary_colour
-from mpi4dl.datasets.base import IGNORED, DatasetError, Image, Values
+from mpi4dl.datasets.base import IGNORED, DatasetError, FunctionImage, Image, Values
 from mpi4dl.datasets.colour import WHITE
 from mpi4dl.datasets.files import planes_of
 from mpi4dl.datasets.randomness import DatasetRandomness
@@ -517,27 +517,20 @@ class _Scaled(Cropped):
         return Frame(size, position * (side - shown), shown / size)
 
     def pixels(self, image: Image, *space: Interval) -> Values:
-        return crop(_Resized(image, self.axes), (0,) * len(space), space)
+        def resized(*box: Interval) -> Values:
+            if not any(interval.empty for interval in box):
+                return resize(image, self.axes, box)
+            pixel = resize(image, self.axes, [Interval(0, 1)] * len(box))
+            return np.empty((*(interval.length for interval in box), pixel.shape[-1]), pixel.dtype)
+
+        whole = FunctionImage(tuple(axis.size for axis in self.axes), resized)
+        return crop(whole, (0,) * len(space), space)
 
     def source(self, axis: Frame, at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return np.where((at >= 0) & (at < axis.size), super().source(axis, at), -1)
 
 
 FITTED: dict[str, type[Cropped]] = {"resize": _Scaled, "crop": Cropped, "pad": _Padded, "own": _OwnSized}
-
-
-class _Resized:
-    """An image as it is resized to a frame."""
-
-    def __init__(self, image: Image, frames: Sequence[Frame]) -> None:
-        self._image, self._frames = image, frames
-        self.size = tuple(frame.size for frame in frames)
-
-    def read(self, *space: Interval) -> Values:
-        if not any(interval.empty for interval in space):
-            return resize(self._image, self._frames, space)
-        pixel = resize(self._image, self._frames, [Interval(0, 1)] * len(space))
-        return np.empty((*(interval.length for interval in space), pixel.shape[-1]), pixel.dtype)
 
 
 class _MaskPixels:

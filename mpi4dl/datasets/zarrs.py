@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl.datasets.base import BadImage, package
+from mpi4dl.datasets.base import BadImage, blaming, package
 from mpi4dl.datasets.tiff import chosen_bands
 from mpi4dl.geometry import Interval
 
@@ -67,10 +67,8 @@ class ZarrImage:
 
     def __init__(self, path: Path, bands: Sequence[int] = ()) -> None:
         zarr = package("zarr", f"{path}: reading Zarr", "mpi4dl[zarr]")
-        try:
+        with blaming(path, "has no readable metadata of Zarr"):
             found = zarr.open(store=path, mode="r")
-        except Exception as error:  # damaged metadata makes it stumble in many ways
-            raise BadImage(path, f"has no readable metadata of Zarr: {error}") from error
         if isinstance(found, zarr.Group):
             array, named = _of_group(path, found)
             names: list[str] | None = named
@@ -90,12 +88,10 @@ class ZarrImage:
         """A box, (rows, columns, channels)."""
         first = min(self.bands)
         wanted = {"y": space[0], "x": space[1], "c": Interval(first, max(self.bands) + 1)}
-        where: list[Any] = [0] * len(self._array.shape)
+        where = [slice(0, 1)] * len(self._array.shape)
         for name, axis in self._axes.items():
             where[axis] = slice(*wanted[name])
-        found = np.asarray(self._array[tuple(where)])
-        order = sorted(self._axes, key=self._axes.__getitem__)
-        if "c" not in order:
-            found, order = found[..., None], [*order, "c"]
-        found = found.transpose([order.index(name) for name in "yxc"])[..., [band - first for band in self.bands]]
+        axes = [self._axes[name] for name in "yxc" if name in self._axes]
+        found = np.moveaxis(np.asarray(self._array[tuple(where)]), axes, range(len(axes)))
+        found = found.reshape([each.length for each in wanted.values()])[..., [band - first for band in self.bands]]
         return np.ascontiguousarray(found.astype(found.dtype.newbyteorder("="), copy=False))

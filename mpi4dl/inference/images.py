@@ -15,7 +15,7 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.arrays import is_cifar, load_cifar, load_npz
 from mpi4dl.datasets.base import BadImage, DatasetError, task_of
 from mpi4dl.datasets.files import DEPTHS, Channels, StoredPicture, is_zarr, open_image, open_stored_picture
-from mpi4dl.datasets.kinds import PICTURES, SLIDES, VOLUMES
+from mpi4dl.datasets.kinds import PICTURES, SLIDES, VOLUMES, FileKind
 from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.listed import TEST, UNKNOWN, VALIDATION, File, ListedFiles, num_bytes_of, subfolders
 from mpi4dl.datasets.samples import TABLE, open_table
@@ -25,8 +25,7 @@ from mpi4dl.datasets.table import folded_column
 from mpi4dl.datasets.transform import as_fit
 from mpi4dl.datasets.volumes import open_volume
 from mpi4dl.inference.masks import FITS
-from mpi4dl.inference.options import Evaluating, TableColumns, ToPredict
-from mpi4dl.options.declare import ConfigError
+from mpi4dl.inference.options import Evaluating, LabelledColumns, TableColumns, ToPredict
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.sources import some_sizes
 from mpi4dl.runs.description import Description
@@ -40,10 +39,13 @@ LISTS = (".txt", ".lst")
 PATTERN = frozenset("*?[")
 
 
-def open_labelled(comm: Communicator, trained: TrainedOptions, source: str | None) -> tuple[Named, str]:
+def open_labelled(
+    comm: Communicator, trained: TrainedOptions, source: str | None, columns: TableColumns | None = None
+) -> tuple[Named, str]:
     """Images with labels of the kind that the model was trained for, the same on all ranks, and which they are.
 
-    Without a `source` they are those that validated. Collective. Raises Refusal on all ranks.
+    Without a `source` they are those that validated; `columns` are those of a table. Collective. Raises Refusal on all
+    ranks.
     """
     _require_pictures(comm, trained, source)
     if source is None:
@@ -51,31 +53,24 @@ def open_labelled(comm: Communicator, trained: TrainedOptions, source: str | Non
         names = {found.name(index) for index in range(len(found))}  # one of all windows of a slide
         what = f"the {len(names)} images that validated in training"
     else:
-        found, what = _shared(comm, lambda: _labelled(source, trained))
-    require_alike(comm, found, trained.about)
+        found, what = _shared(comm, lambda: _labelled(source, trained, columns or LabelledColumns()))
+    comm.agree(difference(found, trained.about))
     return found, what
 
 
 def _shared(comm: Communicator, opened: Callable[[], tuple[Named, str]]) -> tuple[Named, str]:
     """What `opened()` finds on rank 0, and says of it, on all ranks. Collective; raises Refusal on all ranks."""
-    told: list[str] = []
+    told = [""]
 
-    def open_twice() -> tuple[Named, Named]:
-        found, which = opened()
-        told.append(which)
-        return found, found
+    def open_one() -> tuple[Named]:
+        found, told[0] = opened()
+        return (found,)
 
-    found, _ = shared(comm, open_twice)
-    return found, comm.broadcast_object("".join(told))
+    return shared(comm, open_one)[0], comm.broadcast_object(told[0])
 
 
-def require_alike(comm: Communicator, found: Named, about: Description) -> None:
-    """Raises Refusal on all ranks if labels, or images, are of another kind than in training."""
-    comm.agree(_unlike(found, about))
-
-
-def _unlike(found: Named, about: Description) -> str | None:
-    """A difference from the training, in one sentence."""
+def difference(found: Named, about: Description) -> str | None:
+    """The difference of labels, or images, from the kind of the training, in one sentence."""
     if task_of(found) != about.task:
         return f"the labels are to {task_of(found)}, but the model was trained to {about.task}"
     unlike = _other_channels(found, about)
@@ -105,8 +100,8 @@ def _other_channels(found: Named, about: Description) -> str | None:
     return f"the images have {found.channels} channels, but the model was trained on {about.channels}"
 
 
-def _labelled(source: str, trained: TrainedOptions) -> tuple[Named, str]:
-    """The images of a source, and which of them. Raises DatasetError."""
+def _labelled(source: str, trained: TrainedOptions, columns: TableColumns) -> tuple[Named, str]:
+    """The images of a source, and which of them. Raises DatasetError, ConfigError."""
     about, axes = trained.about, len(trained.size)
     path, volumes, classes = Path(source).expanduser(), axes > 2, about.classes
     if path.suffix == ".npz":
@@ -119,15 +114,19 @@ def _labelled(source: str, trained: TrainedOptions) -> tuple[Named, str]:
         return load_cifar(path)[1], f"the test images of {path}"
     if not path.exists():
         raise DatasetError(f"{source}: no such file or folder; expected a folder of images with labels, or an .npz")
-    table = path.suffix.lower() == ".csv" or (path / TABLE).is_file()
+    table = _table_at(path)
     folder, which = (path, "") if table else _part(path)
     if not table and not FORMS[about.task].in_folders:
         raise DatasetError(f"{source}: has no labels to {about.task}; {FORMS[about.task].where}")
+    kind = VOLUMES if volumes else PICTURES
+    if table:
+        trained = trained.with_values(_columns_of(trained, columns, table, kind))
+    named = about.classes if table and FORMS[about.task].named_by_column else None
     files = open_files(
         folder,
-        VOLUMES if volumes else PICTURES,
+        kind,
         task=about.task if table else None,
-        label_columns=about.classes if table and FORMS[about.task].named_by_column else None,
+        label_columns=trained.value("label_columns") or named if table else None,
         classes=classes,
         columns=trained.columns if table else None,
         ignore_index=trained.ignore_index,
@@ -136,6 +135,12 @@ def _labelled(source: str, trained: TrainedOptions) -> tuple[Named, str]:
     if not table:
         return files, f"{len(files)} {files.kind.nouns} of {folder}{which}"
     return held_out(files, None)
+
+
+def _table_at(path: Path) -> Path | None:
+    """The table of labels that a source of images is, or has."""
+    found = path if path.suffix.lower() == ".csv" else path / TABLE
+    return found if found.is_file() else None
 
 
 def held_out(files: SampleFiles, split: str | None) -> tuple[Subset, str]:
@@ -190,23 +195,26 @@ def framed_for(
     """The options of training with other slides, and the image size in which these fit. Collective.
 
     Raises Refusal on all ranks for slides where training saw none, for features of slides likewise, and for columns of
-    no other slides.
+    no other table.
     """
     slides, features = asked.slides, asked.features
     if slides is None and features is None:
         alone = next((each.name for each in fields(columns) if getattr(columns, each.name) is not None), None)
-        comm.agree(None if alone is None else f"`{alone}` is for a table of other slides: name it by `slides`")
+        labelled = isinstance(asked, Evaluating) and asked.images is not None
+        table = comm.broadcast_object(labelled and _table_at(Path(str(asked.images)).expanduser()) is not None)
+        other = f"`{alone}` is for a table of other slides or images: name one by `slides` or `images`"
+        comm.agree(other if alone and not table else None)
         return trained
     comm.agree(trained.source.refusal(slides, features))
     size = trained.size if FITS[as_fit(trained.fit)].crops else AUTO
     given: dict[str, Any] = {"slides": slides or features, "features": features, "image_size": size}
     given["slides_folder"] = asked.slides_folder
-    given |= comm.from_first(lambda: _columns_of_slides(trained, columns, Path(slides or features or "")))
+    given |= comm.from_first(lambda: _columns_of(trained, columns, Path(slides or features or ""), SLIDES))
     given["on_bad_image"] = "skip"  # which the predictions say
     return trained.framed(comm, given)
 
 
-def _columns_of_slides(training: TrainedOptions, columns: TableColumns, table: Path) -> dict[str, Any]:
+def _columns_of(training: TrainedOptions, columns: TableColumns, table: Path, kind: FileKind) -> dict[str, Any]:
     """The columns of another table: those that were asked for, else those of training that it has. Raises DatasetError.
 
     Other ones are found by the usual names.
@@ -216,7 +224,7 @@ def _columns_of_slides(training: TrainedOptions, columns: TableColumns, table: P
     trained = {name: training.value(name) for name in asked}
     names = {name: (value,) if isinstance(value, str) else value or () for name, value in trained.items()}
     header = (
-        open_table(table, SLIDES, {name for each in names.values() for name in each}).columns if table.is_file() else []
+        open_table(table, kind, {name for each in names.values() for name in each}).columns if table.is_file() else []
     )
     there = {folded_column(name) for name in header}
     kept = {name: trained[name] if {*map(folded_column, names[name])} <= there else None for name in asked}
@@ -247,17 +255,24 @@ def open_files_of_run(comm: Communicator, trained: TrainedOptions, folder: Path,
         return Subset(split, indices), f"the {len(indices)} {part} {split.kind.nouns} of the run"
 
     found, which = _shared(comm, opened)
-    require_alike(comm, found, trained.about)
+    comm.agree(difference(found, trained.about))
     return found, which
 
 
 def open_to_evaluate(
-    comm: Communicator, trained: TrainedOptions, folder: Path, images: str | None, named: bool, part: str | None
+    comm: Communicator,
+    trained: TrainedOptions,
+    folder: Path,
+    images: str | None,
+    columns: TableColumns,
+    named: bool,
+    part: str | None,
 ) -> tuple[Named, str]:
     """The images with labels that an evaluation is asked for, and which they are, on all ranks.
 
-    `images` is a source of pictures. Of a model of slides `named` says that the options name those asked for; else they
-    are the slides of a part of the run in this folder. Collective. Raises Refusal on all ranks.
+    `images` is a source of pictures, and `columns` those of its table. Of a model of slides `named` says that the
+    options name those asked for; else they are the slides of a part of the run in this folder. Collective. Raises
+    Refusal on all ranks.
     """
     of_files = images is None and trained.source.has_files
     comm.agree(
@@ -265,11 +280,11 @@ def open_to_evaluate(
     )
     if named:
         found, which = _shared(comm, lambda: held_out(trained.files(), part))
-        require_alike(comm, found, trained.about)
+        comm.agree(difference(found, trained.about))
         return found, which
     if of_files:
         return open_files_of_run(comm, trained, folder, part or "val")
-    return open_labelled(comm, trained, images)
+    return open_labelled(comm, trained, images, columns)
 
 
 def seen_before(images: Any, folder: Path) -> list[str]:
@@ -423,14 +438,9 @@ class Coverage:
         self.remarks: list[str] = []
         if not self.crops:
             return
-        shares: list[float] = []
-        with comm.together((ValueError, OSError)):
-            if comm.rank == 0:
-                shares = [seen_of(size, self.frame) for size in some_sizes(images)]
-                if shares and min(shares) < 1 and not self.may_crop:
-                    raise ConfigError(self.refusal("the model", min(shares)))
-        shares = comm.broadcast_object(shares)
+        shares = comm.from_first(lambda: [seen_of(size, self.frame) for size in some_sizes(images)])
         if shares and min(shares) < 1:
+            comm.agree(None if self.may_crop else self.refusal("the model", min(shares)))
             told = f"{100 * min(shares):.3g} % to {100 * max(shares):.3g} %"
             self.remarks.append(f"the model sees the centre of each image alone: of {len(shares)} looked at {told}")
 
@@ -450,15 +460,7 @@ class Coverage:
         return share
 
     def summary(self) -> list[str]:
-        """The summary of all images, in a line."""
         if not self.shares or min(self.shares) == 1:
             return []
         mean, least = (100 * each for each in (sum(self.shares) / len(self.shares), min(self.shares)))
         return [f"the model saw {mean:.3g} % of the pixels of images on average, {least:.3g} % at least"]
-
-
-def without_sight(trained: TrainedOptions, source: str) -> str | None:
-    """What to do with a model that sees no images, instead."""
-    if not TASKS[trained.about.task].of_text:
-        return None
-    return f"{source} is `model` {trained.name}, which was trained on text: continue text with mpi4dl generate"

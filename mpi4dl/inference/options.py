@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("fp32", "bf16", "fp16", "int8")
 MAPS = ("auto", "attention", "activation", "gradient", "none")
-HOW_PATIENTS = ("mean", "max")  # as inference.samples has them, which imports torch
 LARGE_PIXELS = 1 << 22  # of an image, from which on ranks share each one
 
 
@@ -119,7 +118,7 @@ class TableColumns:
 
 @dataclass(frozen=True)
 class LabelledColumns(TableColumns):
-    """Columns of the table of --slides; none: as in training, or the usual names."""
+    """Columns of the table of --slides or --images; none: as in training, or the usual names."""
 
     label_columns: tuple[str, ...] | None = like(Data, "label_columns")
 
@@ -230,7 +229,7 @@ class Evaluating:
     patients: str = option(
         "mean",
         "how predictions of slides become that of their patient: their mean, or the largest",
-        choice(*HOW_PATIENTS),
+        choice("mean", "max"),
     )
     threshold: float | str = option(
         0.5,

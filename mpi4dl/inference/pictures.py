@@ -14,7 +14,7 @@ from mpi4dl._files import naming, remove
 from mpi4dl.comm import Refusal
 from mpi4dl.datasets.base import Pixels, package
 from mpi4dl.datasets.colour import WHITE
-from mpi4dl.datasets.files import SCALES, ShownPicture, StoredPicture, as_rgb
+from mpi4dl.datasets.files import SCALES, StoredPicture, as_rgb
 from mpi4dl.datasets.transform import STRIDE_PX
 from mpi4dl.geometry import Interval, ceil_div
 from mpi4dl.inference.masks import MappedFile, write_png
@@ -97,11 +97,10 @@ class Example:
         self._made.append(made[:, here, slice(*self._cols)])
 
     def pixels(self) -> Pixels:
-        """The picture. Raises BadImage."""
         scale, made = self._target.scale, np.moveaxis(np.concatenate(self._made, 1), 0, -1)
-        image = ShownPicture(self._image).read(*self._box).repeat(scale, 0).repeat(scale, 1)
+        image = as_rgb(self._image.read(*self._box)).repeat(scale, 0).repeat(scale, 1)
         gap = np.full((len(image), GAP_PX, 3), WHITE, np.uint8)
-        target = ShownPicture(self._target).read(self._rows, self._cols)
+        target = as_rgb(self._target.read(self._rows, self._cols))
         return np.concatenate((image, gap, as_rgb(made), gap, target), 1)
 
 

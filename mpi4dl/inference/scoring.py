@@ -15,7 +15,7 @@ from torch import Tensor
 from mpi4dl._progress import ProgressLine, ProgressOfImages, quietly
 from mpi4dl._wording import aligned, counted
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.datasets.base import BadImage, DatasetError, Pixels, printable
+from mpi4dl.datasets.base import IGNORED, BadImage, DatasetError, Image, Pixels, printable
 from mpi4dl.datasets.files import planes_of
 from mpi4dl.datasets.split import Named, Subset, in_whole
 from mpi4dl.engine import BatchOutputs
@@ -58,7 +58,6 @@ OVERLAPS = ("dice", "iou")  # also of each class
 BAND_ROWS = 256  # of images that are compared at a time
 
 if TYPE_CHECKING:
-    from mpi4dl.datasets.slides.masks import MaskWindow
     from mpi4dl.inference.perceptual_distance import PerceptualDistance
 
 
@@ -353,12 +352,13 @@ class _LabelledWindows(Windows):
         return found
 
 
-def _core_of(mask: Any, target: Target, intervals: Sequence[WindowInterval]) -> "MaskWindow":
+def _core_of(mask: Any, target: Target, intervals: Sequence[WindowInterval]) -> Image:
     """The part of a mask that a window decides."""
-    from mpi4dl.datasets.slides.masks import MaskWindow
+    from mpi4dl.datasets.slides.slide import window
 
-    row, col = target.corner(intervals)
-    return MaskWindow(mask, (row, col), target.frame, tuple(cut.core.shift(-cut.start) for cut in intervals))
+    (row, col), (down, across) = target.corner(intervals), (cut.core.shift(-cut.start) for cut in intervals)
+    core = window(mask, (row + down.start, col + across.start), (down.length, across.length), IGNORED)
+    return window(core, (-down.start, -across.start), target.frame, IGNORED)
 
 
 class _Collected(ABC):
@@ -431,7 +431,6 @@ class _Collected(ABC):
         """Look at images a second time, in another way, if that was asked for. Collective."""
 
     def add(self, seen: Prediction) -> None:
-        """Add a batch. Collective."""
         for index, error in seen.errors.items():
             self._fail(self._place(index)[0], printable(error))
         if seen.outputs is not None:

@@ -1,6 +1,7 @@
 """`TrainedModel`: a model as training left it, for scripts: what it says of images, and how well it does."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, TypeVar
 from mpi4dl import datasets
 from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.datasets.split import Named
-from mpi4dl.inference.images import framed_for, open_any, open_any_slides, open_to_evaluate, require_alike
+from mpi4dl.inference.images import difference, framed_for, open_any, open_any_slides, open_to_evaluate
 from mpi4dl.inference.model import Predictor
 from mpi4dl.inference.options import (
     Evaluating,
@@ -94,13 +95,15 @@ class TrainedModel(Predictor):
         asked = given.evaluating
         others = self._others(images, asked.slides, asked.features)
         judging = judging_by(self.comm, str(self.source), self.chosen, asked, images, speaks=False)
-        model = self._framed(asked, given.columns)
-        if images is None or isinstance(images, str | Path):
-            source = None if images is None else str(images)
-            found, _ = open_to_evaluate(self.comm, model.trained, self.folder, source, others is not None, asked.part)
+        source = str(images) if isinstance(images, str | Path) else None
+        model = self._framed(replace(asked, images=source), given.columns)
+        if images is None or source is not None:
+            found, _ = open_to_evaluate(
+                self.comm, model.trained, self.folder, source, given.columns, others is not None, asked.part
+            )
         else:
             found = self._adapted(images)
-            require_alike(self.comm, found, self.about)
+            self.comm.agree(difference(found, self.about))
         scores = score(model, found, judging, seams=asked.seams, lpips=asked.lpips)
         if out is not None:
             file = file_of_evaluation(self.folder, Path(out), datetime.now())

@@ -13,6 +13,7 @@ import functools
 import inspect
 import operator
 import re
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import contextmanager, nullcontext
@@ -121,6 +122,8 @@ def parallelize(
 def _not_whole(model: nn.Module) -> str | None:
     """Why a rank does not have all values of `model`; None if it has."""
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            return f"{path or 'the model'} is made by torch.jit, whose operators pass tiles by: use torch.compile"
         sharded = any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
         for name, x in [*dict.items(module._parameters), *module._buffers.items()]:
             what = f"{name} of {path or 'the model'}"
@@ -132,6 +135,13 @@ def _not_whole(model: nn.Module) -> str | None:
                     "out; torch.distributed.optim.ZeroRedundancyOptimizer cuts the optimizer's state"
                 )
     return None
+
+
+TRACED = (
+    "a model on tiles is exported, scripted or traced, which is not possible: take the plain model, which is "
+    "pickle.loads(pickle.dumps(model))"
+)
+TRACING = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE  # make_fx, and shapes alone
 
 
 class _OnTiles(nn.Module):
@@ -150,6 +160,16 @@ class _OnTiles(nn.Module):
             *state,
         )
 
+    def __prepare_scriptable__(self) -> Any:
+        """What `torch.jit.script` calls first."""
+        raise Refusal(TRACED)
+
+    def _get_name(self) -> str:
+        """As `torch.fx` calls it before it traces a model: later it would end in an error of its own."""
+        if sys._getframe(1).f_code is torch.fx.Tracer.trace.__code__:
+            raise Refusal(TRACED)
+        return super()._get_name()
+
 
 def _made_again(loop: "_Loop | None", kind: type[nn.Module], make: Callable[..., Any], args: Sequence[Any]) -> Any:
     model = make(*args)
@@ -167,7 +187,7 @@ def _on_tiles(kind: type[nn.Module], grid: Grid) -> type[nn.Module]:
     forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]  # trainers read it
     if grid.size > 1:
         defer_compiler()
-        forward = torch.compiler.disable(forward)
+        forward = torch.compiler.disable(forward, reason="a model on tiles runs eagerly: leave out fullgraph=True")
     names = {"__module__": kind.__module__, "forward": forward}
     return type(kind.__name__, (_OnTiles, kind), names)
 
@@ -198,11 +218,8 @@ class _Loop:
                 "torch.func or forward-mode AD transforms a model on tiles, which is not possible: use "
                 "torch.autograd.grad"
             )
-        if torch.jit.is_tracing() or torch.compiler.is_exporting():
-            raise Refusal(
-                "a model on tiles is exported or traced, which is not possible: export the plain model, which is "
-                "pickle.loads(pickle.dumps(model))"
-            )
+        if torch.jit.is_tracing() or torch.compiler.is_exporting() or any(map(torch._C._get_dispatch_mode, TRACING)):
+            raise Refusal(TRACED)
         mode = model.training, records
         number = self._num_calls[mode] = self._num_calls.get(mode, 0) + 1
         checks = number <= FIRST or number % EVERY == 0
@@ -238,7 +255,10 @@ class _Loop:
     def _prepare(self, model: nn.Module) -> list[nn.Parameter]:
         """Let modules, also new ones, have their parameters by `SummedParameters`. Returns those that are trained."""
         found: dict[int, nn.Parameter] = {}
-        for module in modules_of(model):
+        modules = list(modules_of(model))
+        if any(type(module._parameters) is not SummedParameters for module in modules):
+            self._refuse(_not_whole(model))
+        for module in modules:
             if type(module._parameters) is not SummedParameters:
                 vars(module)["_parameters"] = SummedParameters(module._parameters)
                 if isinstance(module, nn.RNNBase):
@@ -294,6 +314,10 @@ class _Loop:
             return y.outside(number, checks)
         return _output(y, self.tiles.grid, self.spread, running, number, checks)
 
+    def _refuse(self, problem: str | None) -> None:
+        if problem is not None:
+            raise Refusal(problem)
+
     def _refuse_spread_buffers(self, model: nn.Module) -> None:
         for path, module in model.named_modules():
             for name, value in module._buffers.items():
@@ -348,8 +372,7 @@ class _Loop:
             problem = _not_whole(model)
             if problem is None and torch.is_grad_enabled():
                 problem = backward_hook_in(model, comm.size)
-            if problem is not None:
-                raise Refusal(problem)
+            self._refuse(problem)
             facts["weights"] = checksum([*model.parameters(), *model.buffers()])
         _compared(comm, facts)
 

@@ -140,7 +140,6 @@ class Description:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """The metadata of weights."""
         return {ABOUT: self.text}
 
     def config(self, where: str, trusted: bool, asked: bool = False, **instead: Any) -> Config:

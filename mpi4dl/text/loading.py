@@ -1,10 +1,10 @@
 """A trained model from the folder of its run, over ranks, with weights of 16, 8 or 4 bits."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mpi4dl.checkpoints.huggingface import Checkpoint, is_checkpoint
 from mpi4dl.comm import Communicator
-from mpi4dl.datasets.text import BPETokenizer, ByteTokenizer, PretrainedTokenizer, Tokenizer
+from mpi4dl.datasets.text.tokenizer import BPETokenizer, ByteTokenizer, PretrainedTokenizer, Tokenizer
 from mpi4dl.engine.precision import int8_of
 from mpi4dl.models.experts import Experts
 from mpi4dl.options.declare import ConfigError
@@ -20,7 +20,7 @@ from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.runs.description import FoundWeights, RunOptions, find_weights, folder_of, hold_trained
 from mpi4dl.text.batcher import Batcher
 from mpi4dl.text.options import Batching, Ranks
-from mpi4dl.text.products import ROWS_OF_PRODUCTS, exchange, pack_weights
+from mpi4dl.text.products import ROWS_OF_PRODUCTS, ReplacedWeight, exchange, pack_weights
 from mpi4dl.training.texts import TOKENIZER
 
 # Weights of fewer bits, for generation: bfloat16, or 8 or 4 bits of the matrices of linear layers and experts.
@@ -36,32 +36,12 @@ GROUP = 32  # inputs that share a scale in 4 bits
 OUTPUTS = 16  # of which PyTorch takes multiples, in 4 bits
 
 
-class Quantized(Tensor):
-    """A replacement of a floating-point tensor, for the functions of `uses` alone."""
-
-    uses: ClassVar[Mapping[Any, Callable[..., Any]]] = {}
+class Quantized(ReplacedWeight):
+    """A replacement of fewer bits."""
 
     @property
     def num_bytes(self) -> int:
         raise NotImplementedError
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if function in cls.uses:
-            return cls.uses[function](*args, **kwargs or {})
-        if function in (Tensor.view_as, Tensor.detach):
-            return args[0]
-        return super().__torch_function__(function, types, args, kwargs or {})
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if function is torch.ops.aten.detach.default:
-            return args[0]
-        raise TypeError(f"{function} of a {cls.__name__}: only the layer whose weight it is can use it")
 
 
 class QuantizedWeight(Quantized):
@@ -79,7 +59,6 @@ class QuantizedWeight(Quantized):
 
     @classmethod
     def of(cls, weight: Tensor, bits: int) -> "QuantizedWeight":
-        """The nearest matrix of so many bits."""
         weight = weight.detach().float()
         if bits == 8:
             numbers, scales = int8_of(weight)
@@ -114,7 +93,6 @@ class QuantizedExperts(Quantized):
 
     @classmethod
     def of(cls, weight: Tensor, bits: int) -> "QuantizedExperts":
-        """The nearest matrices of so many bits."""
         return cls([QuantizedWeight.of(matrix, bits) for matrix in weight.detach()])
 
     @property
@@ -123,7 +101,6 @@ class QuantizedExperts(Quantized):
 
 
 def bytes_of(weight: Tensor) -> int:
-    """The memory of a weight of whatever precision."""
     return weight.num_bytes if isinstance(weight, Quantized) else weight.nbytes
 
 

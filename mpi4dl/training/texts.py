@@ -6,25 +6,14 @@ from pathlib import Path
 
 from mpi4dl._wording import counted
 from mpi4dl.comm import Communicator
-from mpi4dl.datasets.text import (
-    BPETokenizer,
-    ByteTokenizer,
-    Document,
-    MaskedTokenDataset,
-    TokenDataset,
-    TokenFile,
-    Tokenizer,
-    bits_per_byte,
-    encode_corpus,
-    find_documents,
-    pieces,
-    split_documents,
-)
+from mpi4dl.datasets.text.corpus import Document, TokenFile, encode_corpus, find_documents, pieces, split_documents
+from mpi4dl.datasets.text.dataset import MaskedTokenDataset, TokenDataset, bits_per_byte
+from mpi4dl.datasets.text.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
 from mpi4dl.options.declare import ConfigError
 from mpi4dl.options.sections.run import Run
 from mpi4dl.options.sources import TextSource
 from mpi4dl.runs.samples import RunSamples
-from mpi4dl.training.data import Before, before, folders_before
+from mpi4dl.training.data import before, folders_before
 
 TOKENIZER = "tokenizer.json"
 
@@ -62,15 +51,10 @@ def open_texts(comm: Communicator, source: TextSource, run: Run | None = None) -
     Rank 0 encodes it, once for all runs, into a file that all ranks read. A `run` that is resumed keeps its tokenizer,
     and the part of each document.
     """
-    found: tuple[Path, Tokenizer, dict[str, bool]] | None = None
-    recorded: Before | None = None
+    recorded = comm.from_first(lambda: None if run is None else before(run))
+    header, tokenizer = comm.from_first(lambda: _encoded(source, run))
     with comm.together((ValueError, OSError)):
-        if comm.rank == 0:
-            recorded = None if run is None else before(run)
-            found = (*_encoded(source, run), {} if recorded is None else recorded.samples.validating())
-    header, tokenizer, known = comm.broadcast_object(found)
-    with comm.together((ValueError, OSError)):
-        texts = _texts(source, header, tokenizer, known)
+        texts = _texts(source, header, tokenizer, {} if recorded is None else recorded.samples.validating())
     changes = () if recorded is None else recorded.samples.changes(_table(texts.training, texts.validation))
     return replace(texts, remarks=(*texts.remarks, *changes))
 
@@ -107,7 +91,6 @@ def _texts(source: TextSource, header: Path, tokenizer: Tokenizer, known: Mappin
 
 
 def _table(*parts: TokenDataset | MaskedTokenDataset) -> RunSamples:
-    """The documents that train and those that validate."""
     return RunSamples.of_documents(dict(zip(("train", "val"), (part.stream.sizes for part in parts), strict=True)))
 
 

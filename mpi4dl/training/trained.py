@@ -60,7 +60,6 @@ class ModelOptions:
 
     @classmethod
     def names(cls) -> Set[str]:
-        """The names of all options."""
         return options_of(Config).keys()
 
     @classmethod
@@ -69,7 +68,6 @@ class ModelOptions:
         return ModelOptions(with_options(Config(), options))
 
     def value(self, name: str) -> Any:
-        """The value of an option."""
         return value_of(self._config, name)
 
     def with_values(self: T, values: Mapping[str, Any]) -> T:
@@ -89,7 +87,6 @@ class ModelOptions:
         return assemble(self._config, comm, own, num_samples=num_samples)
 
     def build(self, num_outputs: int, channels: int) -> nn.Module:
-        """The plain model. Raises ValueError, TypeError."""
         return build_model(self._config, num_outputs, channels)
 
 

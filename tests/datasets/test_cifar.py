@@ -65,11 +65,6 @@ def test_hundred_classes(tmp_path):
     assert training.label(2) == 1
 
 
-def test_other_folders_are_not_cifar(tmp_path):
-    (tmp_path / "train").mkdir()
-    assert not is_cifar(tmp_path)
-
-
 def test_a_missing_batch(ten):
     (ten / "data_batch_4").unlink()
     refused(ten, "data_batch_4: no such file, although CIFAR has it: unpack the archive again")

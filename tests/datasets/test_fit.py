@@ -7,22 +7,11 @@ import pytest
 from mpi4dl.datasets import transform
 from mpi4dl.datasets.base import WholeImage
 from mpi4dl.geometry import Interval
-from tests.datasets.boxes import noise_image, smooth_image, whole
+from tests.datasets.boxes import noise_image, whole
 
 
 def frames(source, target):
     return [transform.Frame(n, 0.0, s / n) for s, n in zip(source, target, strict=True)]
-
-
-def test_crop_pads_with_white_on_every_side():
-    pixels = transform.crop(WholeImage(noise_image(2, 3)), (-1, -2), whole(5, 6))
-    assert np.array_equal(pixels[1:3, 2:5], noise_image(2, 3))
-    assert (pixels[[0, 3, 4]] == 255).all()
-    assert (pixels[:, [0, 1, 5]] == 255).all()
-
-
-def test_crop_beside_the_image_is_white():
-    assert (transform.crop(WholeImage(noise_image(2, 3)), (0, 0), (Interval(3, 5), Interval(0, 4))) == 255).all()
 
 
 @pytest.mark.parametrize(
@@ -58,9 +47,3 @@ def test_a_large_reduction_reads_a_bounded_window_at_a_time():
     image = Endless()
     transform.resize(image, frames((100_000, 100_000), (512, 512)), (Interval(100, 130), Interval(0, 30)))
     assert image.largest < 1.2 * transform.BLOCK_SOURCE_PX
-
-
-def test_a_smooth_image_stays_smooth_over_block_borders():
-    source, target = (1000, 1000), (600, 600)
-    resized = transform.resize(WholeImage(smooth_image(*source)), frames(source, target), whole(*target))
-    assert np.abs(resized.astype(int) - smooth_image(*target)).max() <= 1

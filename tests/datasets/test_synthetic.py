@@ -39,13 +39,6 @@ def test_images_depend_on_seed_and_index():
     assert len({pixels(0, 3), pixels(0, 13), pixels(1, 3)}) == 3
 
 
-def test_noise_covers_its_range_evenly_and_without_a_pattern():
-    image = Synthetic(1, (256, 256)).image(0).read(*whole(256, 256)).astype(float)
-    step = image[1:, :, 0] - image[:-1, :, 0] - (image[1:, :, 1] - image[:-1, :, 1])
-    assert abs(step.mean()) < 0.5
-    assert 30 < step.std() < 45
-
-
 def test_the_mean_colours_of_the_classes_differ():
     dataset = Synthetic(6, (64, 64), num_classes=3)
     assert [dataset.label(i) for i in range(6)] == [0, 1, 2, 0, 1, 2]

@@ -101,15 +101,6 @@ def test_turns_are_drawn_alike_often():
     assert {Augmentation(turns=2).draw(0, 0, index).quarter_turns for index in range(99)} == {0, 2}
 
 
-def test_an_image_of_any_format_is_resized_unless_crops_are_asked_for():
-    pixels = noise_image(40, 60)
-    cropped = View((20, 30), "crop").pixels(WholeImage(pixels), *whole(20, 30))
-    assert np.array_equal(cropped, pixels[10:30, 15:45])
-    resized = View((20, 30)).pixels(WholeImage(pixels), *whole(20, 30))
-    assert np.array_equal(resized, View((20, 30), "resize").pixels(WholeImage(pixels), *whole(20, 30)))
-    assert not np.array_equal(resized, cropped)
-
-
 def test_a_small_slide_lies_in_the_middle_of_white():
     pixels = View((11, 12), "crop").pixels(WholeImage(noise_image(4, 5)), *whole(11, 12))
     assert np.array_equal(pixels[3:7, 3:8], noise_image(4, 5))
@@ -143,11 +134,6 @@ def test_values_are_normalised_per_channel():
     assert tile.dtype == np.float32
     assert tile.shape == (3, 1, 1)
     np.testing.assert_allclose(tile.ravel(), [0, (127 / 255 - 0.5) / 0.5, 8], rtol=1e-5, atol=1e-6)
-
-
-def test_one_channel():
-    tile = View((4, 4), mean=(0.0,), std=(1.0,)).tile(WholeImage(noise_image(4, 4, 1)), *whole(4, 4))
-    np.testing.assert_allclose(tile[0], noise_image(4, 4, 1)[..., 0] / 255, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

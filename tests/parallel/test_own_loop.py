@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
@@ -133,6 +134,12 @@ def test_own_loops_are_those_of_one_process(ranks: Ranks, grid: str, how: str) -
     expected = of_data if data > 1 else {}
     for wrong in ranks(num_ranks).run(compare_loops, tiles, data, how, names):
         assert wrong == {name: why for name, why in expected.items() if name in names}
+
+
+def scripted(model: nn.Module) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(model)
 
 
 def refused(comm: Communicator, loop: Callable[[Wrap], Any], **options: Any) -> str:
@@ -323,9 +330,20 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
             model(images)
         torch.func.grad(lambda x: model(x).sum())(images)
 
-    @refused_with("Refusal: a model on tiles is exported or traced")
+    @refused_with("Refusal: a model on tiles is exported, scripted or traced")
     def exported(wrap: Wrap) -> None:
-        torch.export.export(wrap(made().eval()), (images,))
+        model = wrap(made(Dense).eval())
+        for trace in (scripted, torch.fx.symbolic_trace, lambda model: make_fx(model)(images)):
+            with pytest.raises(mpi4dl.Refusal, match="scripted or traced"):
+                trace(model)
+        torch.export.export(model, (images,))
+
+    @refused_with("Refusal: layers.0 is made by torch.jit")
+    def a_scripted_layer(wrap: Wrap) -> None:
+        model = wrap(made(Dense))
+        model(images)
+        model.layers[0] = scripted(nn.Conv2d(3, 5, 3))
+        model(images)
 
     @refused_with("RuntimeError: the gradients of several outputs in one backward pass")
     def batched_gradients(wrap: Wrap) -> None:
@@ -373,7 +391,7 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
         cut = tiles.cut(images.clone().requires_grad_())
         (cut * cut).mean().backward()
 
-    assert len(found) == 28
+    assert len(found) == 29
     assert {name: message for name, (words, message) in found.items() if not message.startswith(words)} == {}
 
 

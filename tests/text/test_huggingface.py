@@ -10,7 +10,7 @@ import torch
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl.checkpoints.huggingface import Checkpoint
 from mpi4dl.comm import Communicator, Refusal, world
-from mpi4dl.datasets.text import BPETokenizer, PretrainedTokenizer
+from mpi4dl.datasets.text.tokenizer import BPETokenizer, PretrainedTokenizer
 from mpi4dl.text.loading import find_trained, hold_text_model, open_batcher
 from mpi4dl.text.options import Batching, Sampling
 from mpi4dl.text.options import Ranks as Ranking

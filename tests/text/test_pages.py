@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mpi4dl.comm import world
-from mpi4dl.datasets.text import ByteTokenizer
+from mpi4dl.datasets.text.tokenizer import ByteTokenizer
 from mpi4dl.models.gpt import GPT
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator, world
-from mpi4dl.datasets.text import ByteTokenizer
+from mpi4dl.datasets.text.tokenizer import ByteTokenizer
 from mpi4dl.models.experts import Experts, Mixture, grouped_linear
 from mpi4dl.models.gpt import GPT
 from mpi4dl.parallel.pipeline.local_stages import LocalStages

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpi4dl.datasets.text import ByteTokenizer
+from mpi4dl.datasets.text.tokenizer import ByteTokenizer
 from mpi4dl.text.batcher import TextStream
 
 

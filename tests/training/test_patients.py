@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
+from mpi4dl.comm import Communicator
 from mpi4dl.datasets.sources import open_files
 from mpi4dl.evaluate import evaluate
+from mpi4dl.inference.trained_model import TrainedModel
 from mpi4dl.options.config import parse
 from mpi4dl.options.sources import source_of
 from mpi4dl.runs.samples import FILE, RunSamples
@@ -122,6 +124,10 @@ def test_weights_of_a_table_are_those_of_plain_pytorch(ranks: Ranks, images: Pat
     assert {float(row["loss_weight"]) for row in rows} == {0.0, 0.5, 3.0}
 
 
+def evaluated(comm: Communicator, run: Path, images: Path, options: dict[str, Any]) -> Any:
+    return TrainedModel(run, comm=comm).evaluate(images, **options).records
+
+
 def test_a_run_keeps_its_table_and_is_evaluated_on_it_by_patient(ranks: Ranks, images: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     told, *_ = ranks(2).run(said, train, flags_of(images, run, "--tiles 1x2 --val-fraction 0.34"))
@@ -144,6 +150,17 @@ def test_a_run_keeps_its_table_and_is_evaluated_on_it_by_patient(ranks: Ranks, i
     assert {row["image"] for row in read_rows(out / "evaluation.csv")} == held
     ranks(2).run(said, train, flags_of(images, run, "--tiles 1x2 --val-fraction 0.34 --resume auto"))
     assert RunSamples.read(run / FILE) == kept
+    other = images / "elsewhere.csv"  # a table whose columns have other names
+    other.write_text(
+        "Bild;Who;Diagnosis;size\n" + "".join(f"{r['file']};{r['case_id']};{r['label']};3\n" for r in rows)
+    )
+    columns = "--slide-column Bild --patient-column Who --label-columns Diagnosis --resamples 0"
+    told, *_ = ranks(2).run(said, evaluate, words(run, "--images", other, columns))
+    assert "by image, 18 of 6 patients:" in told
+    assert "warning: 4 patients were trained on" in told
+    assert "is for a table of other" in ranks(1).run(refused, evaluate, words(run, columns))[0]
+    of = {"slide_column": "Bild", "patient_column": "Who", "label_columns": ("Diagnosis",), "resamples": 0}
+    assert len(ranks(1).run(evaluated, run, other, of)[0]) == PATIENTS * EACH
 
 
 def test_all_folds_of_images_are_trained_and_summarised(ranks: Ranks, images: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from mpi4dl.checkpoints.manifest import checkpoints_in
 from mpi4dl.comm import Communicator
-from mpi4dl.datasets.text import BPETokenizer
+from mpi4dl.datasets.text.tokenizer import BPETokenizer
 from mpi4dl.options.config import parse
 from mpi4dl.runs.samples import FILE, RunSamples
 from mpi4dl.train import train

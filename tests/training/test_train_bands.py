@@ -9,7 +9,6 @@ import PIL.Image
 import pytest
 import tifffile
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -19,7 +18,7 @@ from mpi4dl.comm import Communicator
 from mpi4dl.options.config import parse
 from tests.datasets.test_bands import TILED, raster, write
 from tests.pool.ranks import Ranks
-from tests.support.commands import losses_of, plain_losses, read_rows, run_train, words
+from tests.support.commands import losses_of, made_whole, plain_losses, read_rows, run_train, words
 
 COMMON = (
     "--image-size 32 --batch-size 2 --num-workers 0 --epochs 1 --fit crop --eval-every none --log-interval 1 --lr 0.02 "
@@ -106,17 +105,10 @@ def use(comm: Communicator, run: Path, images: Path, out: Path) -> list[str]:
 
 def made_by(run: Path, number: int) -> Tensor:
     """What the plain model makes of a whole raster, padded with 0 to multiples of 32 px as it is: (bands, H, W)."""
-    model = plain_model("image").eval()
-    model.load_state_dict(load_file(max((run / "checkpoints").glob("*/model.safetensors"))))
-    values = raster_of(number)
-    (mean, std) = (torch.tensor(each)[:, None, None] for each in measured())
-    x = (torch.from_numpy((values / 32767).astype(np.float32)).permute(2, 0, 1) - mean) / std
-    x[torch.from_numpy(values == -9999).permute(2, 0, 1)] = 0
-    x = torch.cat([x, (-mean / std).expand(6, 64 - 41, 53)], 1)
-    x = torch.cat([x, (-mean / std).expand(6, 64, 64 - 53)], 2)
-    with torch.no_grad():
-        made: Tensor = model(x[None].float())[0, :, :41, :53]
-    return made
+    values, (mean, std) = raster_of(number), (torch.tensor(each) for each in measured())
+    x = torch.from_numpy((values / 32767).astype(np.float32))
+    x = torch.where(torch.from_numpy(values == -9999), mean, x).permute(2, 0, 1)
+    return made_whole(plain_model("image"), x, run, by=(mean[:, None, None], std[:, None, None]))
 
 
 def test_rasters_are_made_of_rasters(ranks: Ranks, tmp_path: Path) -> None:

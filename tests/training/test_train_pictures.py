@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import PIL.Image
 import pytest
 import tifffile
 import torch
-from safetensors.torch import load_file
 from skimage import metrics
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -28,7 +28,7 @@ from mpi4dl.inference.masks import MappedFile
 from mpi4dl.results import open as open_results
 from tests.datasets.test_pairs import picture, write
 from tests.pool.ranks import Ranks, RanksFailed
-from tests.support.commands import losses_of, plain_losses, read_rows, run_train, words
+from tests.support.commands import losses_of, made_whole, plain_losses, read_rows, run_train, words
 
 COMMON = (
     "--model unet --model-options num_filters=4,depth=2 --image-size 32x48 --batch-size 2 --num-workers 0 --epochs 1 "
@@ -88,14 +88,8 @@ def use(
 
 def reference(run: Path, pairs: Path, name: str) -> tuple[Tensor, Tensor]:
     """What the plain model makes of a whole image, padded to multiples of 32 px as it is; and the target."""
-    model = plain_model().eval()
-    model.load_state_dict(load_file(max((run / "checkpoints").glob("*/model.safetensors"))))
-    values = PIL.Image.open(pairs / "inputs" / f"{name}.png")
-    x = torch.from_numpy((np.asarray(values) / 65535).astype(np.float32))
-    height, width = x.shape
-    x = F.pad(x, (0, -width % 32, 0, -height % 32))
-    with torch.no_grad():
-        made = model(((x - 0.5) / 0.25)[None, None])[0, :, :height, :width]
+    values = np.asarray(PIL.Image.open(pairs / "inputs" / f"{name}.png")) / 65535
+    made = made_whole(plain_model(), torch.from_numpy(values.astype(np.float32))[None], run)
     path = next((pairs / "targets").glob(f"{name}.*"))
     target = tifffile.imread(path) if path.suffix == ".tif" else np.asarray(PIL.Image.open(path))
     top = 1 if target.dtype == np.float32 else np.iinfo(target.dtype).max
@@ -233,12 +227,12 @@ def starts(length: int, side: int, overlap: int) -> list[int]:
 
 
 def in_tiles(make: Callable[[Tensor], Tensor], x: Tensor, side: int, overlap: int) -> Tensor:
-    """An image (1, channels, H, W) made in tiles, each alone, with their mean where they overlap."""
-    sums, covers = torch.zeros(3, *x.shape[2:]), torch.zeros(x.shape[2:])
-    for row in starts(x.shape[2], side, overlap):
-        for col in starts(x.shape[3], side, overlap):
+    """An image (channels, H, W) made in tiles, each alone, with their mean where they overlap."""
+    sums, covers = torch.zeros(3, *x.shape[1:]), torch.zeros(x.shape[1:])
+    for row in starts(x.shape[1], side, overlap):
+        for col in starts(x.shape[2], side, overlap):
             where = np.s_[..., row : row + side, col : col + side]
-            sums[where] += make(x[where])[0]
+            sums[where] += make(x[where])
             covers[where] += 1
     return sums / covers
 
@@ -250,18 +244,14 @@ def test_seams_of_tiles_that_are_made_alone(ranks: Ranks, tmp_path: Path) -> Non
         write(pairs / "targets" / f"p{number}.tif", picture("float32", 3, size, number))
     options = "norm=instance,num_filters=4,depth=2"
     run = run_train(ranks, tmp_path / "run", COMMON, pairs, f"--model-options {options} --val-fraction 0.5")
-    model = models.build("unet", 3, in_channels=1, num_filters=4, depth=2, norm="instance").eval()
-    model.load_state_dict(load_file(max((run / "checkpoints").glob("*/model.safetensors"))))
+    model = models.build("unet", 3, in_channels=1, num_filters=4, depth=2, norm="instance")
     for overlap, plan in ((0, {"tiles": "1x2"}), (8, {"data": "2"})):
         ranks(2).run(use, run, pairs, out, plan, f"32,{overlap}" if overlap else "32")
         rows = {Path(row["image"]).stem: row for row in read_rows(out / "evaluation.csv")}
         for name in ("p0", "p1", "p2"):
-            x = torch.from_numpy(tifffile.imread(pairs / f"inputs/{name}.tif"))[None, None]
+            x = torch.from_numpy(tifffile.imread(pairs / f"inputs/{name}.tif"))[None]
             target = torch.from_numpy(tifffile.imread(pairs / f"targets/{name}.tif")).permute(2, 0, 1)
-            padded = F.pad(x, (0, -x.shape[3] % 32, 0, -x.shape[2] % 32))
-            with torch.no_grad():
-                whole = model((padded - 0.5) / 0.25)[0, :, : x.shape[2], : x.shape[3]]
-                tiled = in_tiles(lambda tile: model((tile - 0.5) / 0.25), x, 32, overlap)
+            whole, tiled = made_whole(model, x, run), in_tiles(partial(made_whole, model), x, 32, overlap)
             expected = [seams_of(each, 32, overlap) for each in (whole, tiled, target)]
             found = [float(rows[name][column]) for column in ("seams", "seams_tiled", "seams_target")]
             assert found == pytest.approx(expected, rel=1e-4)
@@ -307,16 +297,13 @@ def test_pictures_larger_than_their_inputs(ranks: Ranks, tmp_path: Path, monkeyp
     (model,) = found
     assert ranks(2).run(use, run, tmp_path / "pairs", out, {"tiles": "1x2"}, "32") == [[], []]
     rows = {Path(row["image"]).stem: row for row in read_rows(out / "evaluation.csv")}
-    model.eval()
     with PIL.Image.open(out / "examples.jpg") as shown:
         assert shown.size == (3 * 2 * 61 + 2 * 8, sum(2 * (40 + 3 * number) + 8 for number in range(4)))
     for row in read_rows(out / "predictions.csv"):
         name = Path(row["image"]).stem
-        x = torch.from_numpy(tifffile.imread(tmp_path / f"pairs/inputs/{name}.tif"))[None, None]
+        x = torch.from_numpy(tifffile.imread(tmp_path / f"pairs/inputs/{name}.tif"))[None]
         target = torch.from_numpy(tifffile.imread(tmp_path / f"pairs/targets/{name}.tif")).permute(2, 0, 1)
-        padded = F.pad(x, (0, -x.shape[3] % 32, 0, -x.shape[2] % 32))
-        with torch.no_grad():
-            made = model((padded - 0.5) / 0.25)[0, :, : 2 * x.shape[2], : 2 * x.shape[3]]
+        made = made_whole(model, x, scale=2)
         assert np.allclose(tifffile.imread(out / row["prediction"]), made.permute(1, 2, 0), rtol=0, atol=1e-5)
         psnr = metrics.peak_signal_noise_ratio(target.numpy(), made.numpy(), data_range=1)
         assert float(rows[name]["psnr"]) == pytest.approx(psnr, rel=1e-5)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import tifffile
 import torch
-from safetensors.torch import load_file
 from skimage import metrics
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,7 +23,7 @@ from mpi4dl.train import train
 from mpi4dl.viewer.reading import SlideReader
 from mpi4dl.viewer.results import read_results
 from tests.pool.ranks import Ranks
-from tests.support.commands import losses_of, plain_losses, read_rows, refused, run_train, said, words
+from tests.support.commands import losses_of, made_whole, plain_losses, read_rows, refused, run_train, said, words
 from tests.support.short_runs import write_mixed_cohort
 
 MPP = 2.0
@@ -84,19 +83,13 @@ def test_training_on_windows_and_on_whole_slides(
 
 def reference(run: Path, path: Path, target: Path) -> tuple[Tensor, Tensor]:
     """What the plain model makes of a whole slide, padded with white to multiples of 32 px; and the target."""
-    model = plain_model().eval()
-    model.load_state_dict(load_file(max((run / "checkpoints").glob("*/model.safetensors"))))
     slide = open_slide(path, Resolution(mpp=MPP))
     stained = open_slide(target, Resolution(mpp=MPP, assumed_mpp=slide.file.mpp))
     x, y = (
         torch.from_numpy(each.read(*(Interval(0, side) for side in each.size)).astype(np.float32)).permute(2, 0, 1)
         for each in (slide, stained)
     )
-    height, width = slide.size
-    with torch.no_grad():
-        padded = F.pad(x, (0, -width % 32, 0, -height % 32), value=255)
-        made = model(((padded / 255 - 0.5) / 0.25)[None])[0, :, :height, :width]
-    return made, y / 255
+    return made_whole(plain_model(), x / 255, run, beyond=1), y / 255
 
 
 @pytest.mark.parametrize("plan", [{"tiles": "1x2"}, {"tiles": "1x2", "stream": "2x2"}])

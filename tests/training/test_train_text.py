@@ -11,8 +11,9 @@ from torch.nn import functional as F
 
 from mpi4dl import models
 from mpi4dl.datasets.loader import Loader
-from mpi4dl.datasets.text import ByteTokenizer, TokenDataset, encode_corpus, find_documents, split_documents
-from mpi4dl.datasets.text.dataset import TokenBatches
+from mpi4dl.datasets.text.corpus import encode_corpus, find_documents, split_documents
+from mpi4dl.datasets.text.dataset import TokenBatches, TokenDataset
+from mpi4dl.datasets.text.tokenizer import ByteTokenizer
 from mpi4dl.geometry import Box, Interval
 from mpi4dl.train import train
 from tests.pool.ranks import Ranks

@@ -10,7 +10,6 @@ row is computed in coordinates of the slide. So a pixel has the same class in ev
 import gzip
 import json
 import math
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpi4dl._files import open_regular, read_at_most
-from mpi4dl.datasets.base import BadImage
+from mpi4dl.datasets.base import BadImage, blaming
 from mpi4dl.datasets.masks import PICTURES, Mask
 from mpi4dl.datasets.slides.slide import Slide
 from mpi4dl.datasets.transform import nearest, within
@@ -82,23 +81,20 @@ def read_annotations(path: Path) -> Annotations:
     Points and lines are left out. Raises BadImage for a file that is damaged, or none of these.
     """
     read = _read_xml if path.name.lower().endswith(ASAP) else _read_geojson
-    try:
+    with blaming(path, "cannot be read as annotations"):
         with open_regular(path) as file:
             packed: Any = gzip.GzipFile(fileobj=file) if path.name.lower().endswith(".gz") else file
             content = read_at_most(packed, MOST_BYTES)
         if len(content) > MOST_BYTES:
-            raise _Wrong(f"has more than {MOST_BYTES >> 20} MiB of annotations: leave out detections, or simplify it")
+            most = MOST_BYTES >> 20
+            raise BadImage(path, f"has more than {most} MiB of annotations: leave out detections, or simplify it")
         if not content.strip():
-            raise _Wrong("is empty")
-        return Annotations(path, tuple(read(content)))
-    except (OSError, EOFError, zlib.error) as error:
-        raise BadImage(path, f"cannot be read: {error}") from error
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as error:
-        told = "it is nested too deeply" if isinstance(error, RecursionError) else f"{type(error).__name__}: {error}"
-        reason = str(error) if isinstance(error, _Wrong) else f"cannot be read as annotations: {told}"
-        raise BadImage(path, reason) from error
-    except MemoryError as error:
-        raise BadImage(path, "has more annotations than memory holds") from error
+            raise BadImage(path, "is empty")
+        try:
+            return Annotations(path, tuple(read(content)))
+        except (_Wrong, RecursionError) as error:
+            deep = "cannot be read as annotations: it is nested too deeply"
+            raise BadImage(path, str(error) if isinstance(error, _Wrong) else deep) from error
 
 
 class _Wrong(ValueError):

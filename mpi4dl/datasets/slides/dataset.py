@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from mpi4dl._wording import counted, some
 from mpi4dl.datasets.base import BadImage, DatasetError, LastMade, Pixels, printable
 from mpi4dl.datasets.kinds import SLIDES
-from mpi4dl.datasets.listed import ListedFiles
+from mpi4dl.datasets.listed import ListedFiles, mask_as_text
 from mpi4dl.datasets.samples import COVARIATES, read_samples
 from mpi4dl.datasets.slides.masks import MaskOptions, SlideMasks, Tell, quietly
 from mpi4dl.datasets.slides.slide import SAME_MPP, Cells, Resolution, Slide, SlideFile, open_slide
@@ -56,7 +56,8 @@ class SlideOptions:
 class SlideFolder(SampleFiles):
     """Slides by a table, or all of a folder.
 
-    `tell(doing, done, total)` hears of annotations that were read. Raises as `read_samples`.
+    `columns` are the task and the columns, as of `read_samples`. `tell(doing, done, total)` hears of annotations that
+    were read. Raises as `read_samples`.
     """
 
     kind, of_slides = SLIDES, True
@@ -68,16 +69,13 @@ class SlideFolder(SampleFiles):
         options: SlideOptions,
         *,
         folder: Path | None = None,
-        task: str | None = None,
-        label_columns: Sequence[str] | None = None,
         classes: tuple[str, ...] | None = None,
-        columns: Mapping[str, Any] | None = None,
         tell: Tell = quietly,
+        **columns: Any,
     ) -> None:
-        kind, root = self.kind, folder or (source if source.is_dir() else source.parent)
-        how: dict[str, Any] = {"task": task, "label_columns": label_columns, "classes": classes}
-        found = read_samples(source, kind, folder=folder, columns=columns or {}, **how)
-        super().__init__(source, root, found, kind)
+        root = folder or (source if source.is_dir() else source.parent)
+        found = read_samples(source, self.kind, folder=folder, classes=classes, **columns)
+        super().__init__(source, root, found, self.kind)
         self.options = options
         self.pixels: SlideMasks | SlideTargets | None = None  # labels of pixels
         if found.task == "segment":
@@ -107,8 +105,10 @@ class SlideFolder(SampleFiles):
         return ({} if mpp is None else {"mpp": mpp}) | ({COVARIATES: covariates} if covariates else {})
 
     def mask_as_text(self, index: int) -> str | None:
-        annotation = self.rows[index].annotation
-        return None if self.pixels is None or annotation is None else self.pixels.as_text(index, annotation)
+        annotation, pixels = self.rows[index].annotation, self.pixels
+        if pixels is None or annotation is None:
+            return None
+        return mask_as_text(annotation, pixels.files, pixels.places[index])
 
     def image(self, index: int) -> Slide:
         """A slide, its header read and its pixels not; the headers of the last ones are kept.
@@ -123,9 +123,9 @@ class SlideFolder(SampleFiles):
         if row.mpp is not None:  # the table knows better than the option for all
             resolution = Resolution(resolution.mpp, resolution.magnification, resolution.level, row.mpp)
         found = open_slide(self.checked(index), resolution)
-        if self.options.stains is not None:
-            found = found.recoloured(partial(self._recoloured, index))
-        return found.on_white(partial(self._cells_of, index)) if self.options.white_background else found
+        cells_of = partial(self._cells_of, index) if self.options.white_background else None
+        recolour = None if self.options.stains is None else partial(self._recoloured, index)
+        return Slide(found.file, found.downsample, resolution.assumed_mpp, cells_of, recolour)
 
     def _cells_of(self, index: int, slide: Slide) -> Cells:
         """The cells of a slide that are not white, which are found once. Raises BadImage if there are none."""

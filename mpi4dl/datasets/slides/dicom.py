@@ -12,15 +12,15 @@ out files that it cannot read, and shows tiles of missing ones as glass: so the 
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mpi4dl._files import open_regular
 from mpi4dl._wording import counted, some
-from mpi4dl.datasets.base import BadImage, package
-from mpi4dl.datasets.files import DICOM, blaming
+from mpi4dl.datasets.base import BadImage, blaming, package
+from mpi4dl.datasets.files import DICOM
 from mpi4dl.datasets.listed import files_at
 from mpi4dl.geometry import ceil_div
 
@@ -134,25 +134,17 @@ def _main(instances: Sequence[Instance]) -> Instance:
     return min(levels, key=lambda each: (-each.size[0] * each.size[1], each.path.name))
 
 
-def grouped(paths: Sequence[Path]) -> Iterator[tuple[Path, list[Path], bool]]:
-    """The slides among DICOM files: the main file of each, all its files, and whether it is alone in its folder.
+def grouped(paths: Sequence[Path]) -> Sequence[Sequence[Path]]:
+    """The files of each slide among the DICOM files of a folder, the main file first.
 
-    Files that cannot be read are slides of their own, which opening them will say.
+    Where there are none, files that cannot be read are slides of their own, which opening them will say.
     """
-    folders: dict[Path, list[Path]] = {}
-    for path in sorted(paths):
-        folders.setdefault(path.parent, []).append(path)
-    for inside in folders.values():
-        found, damaged = _instances(inside)
-        series: dict[str, list[Instance]] = {}
-        for each in found:
-            series.setdefault(each.series, []).append(each)
-        alone = len(series) == 1
-        for instances in series.values():
-            yield _main(instances).path, [each.path for each in instances], alone
-        if not series:
-            for error in damaged:
-                yield error.path, [error.path], False
+    found, damaged = _instances(paths)
+    series: dict[str, list[Instance]] = {}
+    for each in found:
+        series.setdefault(each.series, []).append(each)
+    of_each = [[_main(files).path, *(each.path for each in files)] for files in series.values()]
+    return of_each or [[error.path] for error in damaged]
 
 
 def checked(path: Path) -> Path:

@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mpi4dl._files import is_stored_zip, open_regular, write_durably
-from mpi4dl.datasets.base import BadImage, DatasetError, WholeImage, package
-from mpi4dl.datasets.files import WHOLE_SLIDES, blaming
+from mpi4dl.datasets.base import BadImage, DatasetError, WholeImage, blaming, package
+from mpi4dl.datasets.files import WHOLE_SLIDES
 from mpi4dl.datasets.kinds import FEATURES, SLIDES
 from mpi4dl.datasets.reader_process import ask
 from mpi4dl.datasets.samples import without_suffix
@@ -151,12 +151,10 @@ class Bag:
             max(1, int(_positive(self.attributes.get(f"level0_{name}")) or most + side))
             for name, most in zip(("width", "height"), self.coords.max(0), strict=True)
         )
-        levels: list[Level] = []
-        downsample = 1
-        while not levels or max(width, height) >= downsample:
-            sides = ceil_div(height, downsample), ceil_div(width, downsample)
-            levels.append(Level(WholeImage(np.broadcast_to(np.uint8(255), (*sides, 3))), float(downsample)))
-            downsample *= 2
+        steps = [1 << number for number in range(max(width, height).bit_length())]
+        sides = [(ceil_div(height, step), ceil_div(width, step), 3) for step in steps]
+        white = [WholeImage(np.broadcast_to(np.uint8(255), each)) for each in sides]
+        levels = map(Level, white, map(float, steps))
         mpp, power = (_positive(self.attributes.get(f"level0_{name}")) for name in ("mpp", "magnification"))
         found = plausible_mpp(mpp or (MPP_AT_1X / power if power else None))
         told: Any = self.attributes.get("level0_aspect")
@@ -209,10 +207,8 @@ def _shape(path: Path, shape: Sequence[int], kind: str) -> tuple[tuple[int, int]
 def _asked(path: Path, wanted: Any) -> tuple[dict[str, Any], bytearray]:
     """What a child process reads of a file of HDF5: damaged ones can end a process. Raises BadImage, DatasetError."""
     package("h5py", f"{path}: reading features")
-    try:
+    with blaming(path):
         open_regular(path).close()
-    except OSError as error:
-        raise BadImage(path, f"cannot be read: {error.strerror or error}") from error
     answer, content = ask("h5py", path, wanted)
     if "error" in answer:
         reason = str(answer["error"]).partition("\n")[0]
@@ -245,18 +241,12 @@ def _pickled(path: Path) -> npt.NDArray[np.float32]:
     """The tensor in a file of torch.save, without running what is in it. Raises BadImage."""
     import torch
 
-    with blaming(path):
+    with blaming(path, "cannot be read as a tensor that torch.save wrote"):
         try:
             archive = is_stored_zip(path)
         except ValueError as error:
             raise BadImage(path, str(error)) from error
-    try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
-    except MemoryError as error:
-        raise BadImage(path, "has more features than memory holds: it is damaged, or too large") from error
-    except Exception as error:  # a damaged pickle stumbles in many ways
-        reason = (str(error) or type(error).__name__).partition("\n")[0]
-        raise BadImage(path, f"cannot be read as a tensor that torch.save wrote ({reason})") from error
     found = found.get(DATASET) if isinstance(found, Mapping) else found
     if not isinstance(found, torch.Tensor) or not found.is_floating_point():
         raise BadImage(path, f"holds a {type(found).__name__}: expected a tensor of floating point, (N, D)")

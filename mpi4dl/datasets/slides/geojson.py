@@ -28,31 +28,27 @@ def outlines(
     Rings of less than `least_area` pixels of level 0 are left out.
     """
     measure = package("skimage.measure", "slides", "scikit-image")
-    outer: list[list[Ring]] = []
-    holes: list[Ring] = []
-    for line in measure.find_contours(np.pad(mask, 1).astype(np.float32), 0.5):
+    padded = np.pad(mask, 1)
+    parts = measure.label(padded, connectivity=1)
+    outer: dict[int, list[Ring]] = {}
+    holes: list[tuple[int, Ring]] = []
+    for line in measure.find_contours(padded.astype(np.float32), 0.5):
         area = _signed_area(line)
         if abs(area) / 2 * scale[0] * scale[1] < least_area:
             continue
         kept = measure.approximate_polygon(line, TOLERANCE)
         ring = [[origin[1] + (x - 0.5) * scale[1], origin[0] + (y - 0.5) * scale[0]] for y, x in kept.tolist()]
         if len(ring) >= LEAST_CORNERS:
+            # A corner lies between a pixel of the mask and one outside, which is no part.
+            part = max(int(parts[tuple(round_to(line[0]).astype(int))]) for round_to in (np.floor, np.ceil))
             if area > 0:
-                outer.append([ring])
+                outer[part] = [ring]
             else:
-                holes.append(ring)
-    if not outer or not holes:
-        return outer
-    corners = [np.asarray(polygon[0]) for polygon in outer]
-    areas = np.array([abs(_signed_area(ring[:, ::-1])) for ring in corners])
-    least, most = np.array([ring.min(0) for ring in corners]), np.array([ring.max(0) for ring in corners])
-    for hole in holes:
-        near = np.flatnonzero((least <= hole[0]).all(1) & (most >= hole[0]).all(1))
-        for number in near[np.argsort(areas[near])].tolist():  # the smallest one around it
-            if measure.points_in_poly([hole[0]], corners[number])[0]:
-                outer[number].append(hole)
-                break
-    return outer
+                holes.append((part, ring))
+    for part, hole in holes:
+        if part in outer:
+            outer[part].append(hole)
+    return [*outer.values()]
 
 
 def _signed_area(line: npt.NDArray[np.float64]) -> float:

@@ -5,12 +5,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from mpi4dl._wording import counted, some
 from mpi4dl.datasets.base import IGNORED, BadImage, DatasetError, Image, LastMade
-from mpi4dl.datasets.listed import File, ListedFiles, mask_as_text
+from mpi4dl.datasets.listed import File, ListedFiles, known_size
 from mpi4dl.datasets.masks import IGNORE_INDEX, Mask, open_stored, values_in
 from mpi4dl.datasets.samples import Sample
 from mpi4dl.datasets.slides.annotations import (
@@ -23,10 +20,8 @@ from mpi4dl.datasets.slides.annotations import (
     is_picture,
     read_annotations,
 )
-from mpi4dl.datasets.slides.slide import Corner, Slide
+from mpi4dl.datasets.slides.slide import Corner, Slide, window
 from mpi4dl.datasets.table import require_apart
-from mpi4dl.datasets.transform import crop, within
-from mpi4dl.geometry import Interval
 
 BACKGROUND, ANNOTATED = "background", "annotated"
 AUXILIARY = "*"  # ends the names of QuPath's classes that are none, such as Region*
@@ -54,25 +49,6 @@ class MaskOptions:
     ignore_index: int | None = IGNORE_INDEX
 
 
-@dataclass(frozen=True)
-class MaskWindow:
-    """A window of a mask; -100 where it reaches beyond, and outside the part `core` of the window."""
-
-    mask: Image
-    corner: Corner
-    size: tuple[int, ...]
-    core: tuple[Interval, ...] | None = None
-
-    def read(self, *space: Interval) -> npt.NDArray[np.int64]:
-        """The classes of a box, (rows, columns). Raises BadImage."""
-        found = np.full([interval.length for interval in space], IGNORED, np.int64)
-        cores = self.core or [Interval(0, side) for side in self.size]
-        kept = [interval.intersect(core) for interval, core in zip(space, cores, strict=True)]
-        if not any(each.empty for each in kept):
-            found[within(kept, space)] = crop(self.mask, self.corner, kept, IGNORED)
-        return found
-
-
 class SlideMasks:
     """The annotations of slides, all of them polygons or all pictures.
 
@@ -96,17 +72,14 @@ class SlideMasks:
     ) -> None:
         self.options = options
         self._table = table
-        found = [(i, annotation_path(table, root, row)) for i, row in enumerate(rows) if row.annotation is not None]
-        if not found:
+        self.files, self.places = annotation_files(table, root, rows)
+        if not self.places:
             raise DatasetError(f"{table}: names no annotation, but `task` segment needs one of each class")
-        self._places = {index: number for number, (index, _) in enumerate(found)}
-        paths = [path.absolute() for _, path in found]
-        self.files = ListedFiles(Path("/"), [File(str(path)[1:], path.stat().st_size) for path in paths])
-        pictures = [is_picture(path) for path in paths]
+        pictures = [is_picture(self.files.path(number)) for number in range(len(self.files))]
         if any(pictures) and not all(pictures):
+            one, other = (self.files.path(pictures.index(kind)).name for kind in (False, True))
             raise DatasetError(
-                f"{table}: annotations are polygons ({paths[pictures.index(False)].name}) and pictures "
-                f"({paths[pictures.index(True)].name}): all of a table are of one kind"
+                f"{table}: annotations are polygons ({one}) and pictures ({other}): all of a table are of one kind"
             )
         self.are_pictures = all(pictures)
         self._kept = LastMade(MOST_CORNERS, attrgetter("num_corners"))
@@ -117,7 +90,7 @@ class SlideMasks:
             self._nameless = classes[1:] == (ANNOTATED,)
         else:
             self.classes = self._counted(tell) if self.are_pictures else self._named(tell)
-        without = len(rows) - len(found)
+        without = len(rows) - len(self.places)
         if without:
             said = "ignored" if options.ignores_unannotated else self.classes[0]
             self.remarks += (f"{counted(without, 'slide')} without annotation: {said} throughout",)
@@ -169,7 +142,7 @@ class SlideMasks:
 
     def label(self, index: int, slide: Slide) -> SlideMask:
         """The mask of a slide at its resolution. Raises BadImage, OtherFile."""
-        number = self._places.get(index)
+        number = self.places.get(index)
         outside = IGNORED if self.options.ignores_unannotated else 0
         found: SlideMask
         if number is None:
@@ -192,12 +165,8 @@ class SlideMasks:
         found.require_on_slide()
         return found
 
-    def window(self, label: SlideMask, corner: Corner, size: tuple[int, ...]) -> MaskWindow:
-        return MaskWindow(label, corner, size)
-
-    def as_text(self, index: int, name: str) -> str:
-        """The annotation of a slide that has one, called `name` in the table."""
-        return mask_as_text(name, self.files, self._places[index])
+    def window(self, label: SlideMask, corner: Corner, size: tuple[int, ...]) -> Image:
+        return window(label, corner, size, IGNORED)
 
 
 def is_auxiliary(name: str) -> bool:
@@ -205,14 +174,21 @@ def is_auxiliary(name: str) -> bool:
     return name.endswith(AUXILIARY)
 
 
-def annotation_path(table: Path, root: Path, row: Sample, endings: Sequence[str] = ()) -> Path:
-    """The file of a row's annotation, beside the table or in the folder of slides; its name may lack one of the
-    `endings`. Raises DatasetError.
+def annotation_files(
+    table: Path, root: Path, rows: Sequence[Sample], endings: Sequence[str] = ()
+) -> tuple[ListedFiles, dict[int, int]]:
+    """The files of annotations, beside the table or in the folder of slides, and by the number of a row that of its
+    file; a name may lack one of the `endings`. Raises DatasetError.
     """
-    assert row.annotation is not None
-    name = row.annotation.replace("\\", "/")
-    places = [folder / f"{name}{end}" for folder in dict.fromkeys((table.parent, root)) for end in ("", *endings)]
-    path = next((each for each in places if each.is_file()), None)
-    if path is None:
-        raise DatasetError(f"{table}, line {row.line}: {places[0]} is not there: correct its name")
-    return path
+    found: dict[int, Path] = {}
+    for index, row in enumerate(rows):
+        if row.annotation is not None:
+            name = row.annotation.replace("\\", "/")
+            ends = ("", *endings)
+            places = [folder / f"{name}{end}" for folder in dict.fromkeys((table.parent, root)) for end in ends]
+            path = next((each for each in places if each.is_file()), None)
+            if path is None:
+                raise DatasetError(f"{table}, line {row.line}: {places[0]} is not there: correct its name")
+            found[index] = path.absolute()
+    files = [File(str(path)[1:], known_size(path)) for path in found.values()]
+    return ListedFiles(Path("/"), files), {index: number for number, index in enumerate(found)}

@@ -24,8 +24,8 @@ import numpy.typing as npt
 from mpi4dl._files import open_regular
 from mpi4dl._wording import counted, some
 from mpi4dl.datasets import tiff
-from mpi4dl.datasets.base import BadImage, Image, Pixels, Values
-from mpi4dl.datasets.files import SLIDE_SUFFIXES, blaming, is_dicom, open_image
+from mpi4dl.datasets.base import BadImage, FunctionImage, Image, Pixels, blaming
+from mpi4dl.datasets.files import SLIDE_SUFFIXES, is_dicom, open_image
 from mpi4dl.datasets.reader_process import OpenSlideLevel, has_openslide, open_with_openslide, vendor_of
 from mpi4dl.datasets.slides import dicom
 from mpi4dl.datasets.stains import Recolour
@@ -157,6 +157,9 @@ class Resolution:
 class Slide:
     """A slide at one resolution, of which any box can be read; it keeps no open file.
 
+    It is white in cells of `CELL_PX` x `CELL_PX` px where `cells_of` (rows, columns) is False, and `recolour` makes
+    other pixels of its pixels, each by itself.
+
     Attributes:
         size: (height, width) in pixels of this resolution, of what the scanner scanned.
         downsample: the resolution of level 0 over this one.
@@ -226,14 +229,6 @@ class Slide:
             image = PIL.Image.fromarray(np.ascontiguousarray(pixels))
             return np.asarray(PIL.ImageCms.applyTransform(image, self._colours))
 
-    def on_white(self, cells_of: "Callable[[Slide], Cells]") -> "Slide":
-        """The same slide, white in cells of `CELL_PX` x `CELL_PX` px where `cells_of` (rows, columns) is False."""
-        return Slide(self.file, self.downsample, self._assumed, cells_of, self._recolour)
-
-    def recoloured(self, recolour: Recolour) -> "Slide":
-        """The same slide, whose pixels become others, each by itself."""
-        return Slide(self.file, self.downsample, self._assumed, self._cells_of, recolour)
-
     def at(self, downsample: float) -> "Slide":
         """The slide as it was scanned at another resolution."""
         return Slide(self.file, downsample, self._assumed)
@@ -258,24 +253,14 @@ class Slide:
             return None
         import PIL.ImageCms
 
-        try:
+        with blaming(self.file.path, "has an ICC profile that cannot be used"):
             source = PIL.ImageCms.getOpenProfile(io.BytesIO(self.file.profile))
             return PIL.ImageCms.buildTransform(source, PIL.ImageCms.createProfile("sRGB"), "RGB", "RGB")
-        except (PIL.ImageCms.PyCMSError, OSError, TypeError, ValueError) as error:
-            raise BadImage(self.file.path, f"has an ICC profile that cannot be used: {error}") from error
 
 
-@dataclass(frozen=True)
-class SlideWindow:
-    """A window of a slide, or of a picture of one; white where it reaches beyond."""
-
-    slide: Image
-    corner: Corner
-    size: tuple[int, ...]
-
-    def read(self, *space: Interval) -> Values:
-        """The pixels of a box, (rows, columns, 3). Raises BadImage."""
-        return crop(self.slide, self.corner, space)
+def window(image: Image, corner: Corner, size: tuple[int, ...], outside: int | None = None) -> Image:
+    """A window of a slide, or of a picture or mask of one; what lies beyond is `outside`, as of `crop`."""
+    return FunctionImage(size, lambda *space: crop(image, corner, space, outside))
 
 
 def open_slide(path: Path, resolution: Resolution | None = None) -> Slide:

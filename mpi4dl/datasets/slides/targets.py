@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpi4dl.datasets.base import BadImage, DatasetError
+from mpi4dl.datasets.base import BadImage
 from mpi4dl.datasets.files import WHOLE_SLIDES, StoredPicture, channel_names
-from mpi4dl.datasets.listed import File, ListedFiles, known_size, mask_as_text
-from mpi4dl.datasets.samples import Sample
-from mpi4dl.datasets.slides.masks import annotation_path
-from mpi4dl.datasets.slides.slide import Corner, Resolution, Slide, SlideWindow, open_slide
+from mpi4dl.datasets.samples import Sample, require_annotations
+from mpi4dl.datasets.slides.masks import annotation_files
+from mpi4dl.datasets.slides.slide import Corner, Resolution, Slide, open_slide, window
 
 CHANNELS, OME = 3, ".ome.tif"
 
@@ -24,11 +23,8 @@ class SlideTargets:
     remarks = ()
 
     def __init__(self, table: Path, root: Path, rows: Sequence[Sample]) -> None:
-        bare = next((row for row in rows if row.annotation is None), None)
-        if bare is not None:
-            raise DatasetError(f"{table}, line {bare.line}: {bare.name} has no target: name one, or leave the line out")
-        paths = [annotation_path(table, root, row, (OME, *WHOLE_SLIDES)).absolute() for row in rows]
-        self.files = ListedFiles(Path("/"), [File(str(path)[1:], known_size(path)) for path in paths])
+        require_annotations(table, rows, "target")
+        self.files, self.places = annotation_files(table, root, rows, (OME, *WHOLE_SLIDES))
 
     def label(self, index: int, slide: Slide) -> StoredPicture:
         """The target of a slide, at its resolution. One that does not say its microns per pixel has those of the slide.
@@ -50,8 +46,4 @@ class SlideTargets:
         return StoredPicture(path, found, CHANNELS, self.values)
 
     def window(self, label: StoredPicture, corner: Corner, size: tuple[int, ...]) -> StoredPicture:
-        return StoredPicture(label.path, SlideWindow(label, corner, size), CHANNELS, self.values)
-
-    def as_text(self, index: int, name: str) -> str:
-        """The target of a slide, called `name` in the table."""
-        return mask_as_text(name, self.files, index)
+        return StoredPicture(label.path, window(label, corner, size), CHANNELS, self.values)

@@ -14,7 +14,7 @@ import numpy as np
 from mpi4dl.datasets.base import DatasetError, Image
 from mpi4dl.datasets.slides.dataset import SlideFolder
 from mpi4dl.datasets.slides.masks import Tell, quietly
-from mpi4dl.datasets.slides.slide import Corner, Slide, SlideWindow
+from mpi4dl.datasets.slides.slide import Corner, Slide, window
 from mpi4dl.datasets.split import Subset
 
 WINDOW_STREAM = 53  # of random numbers
@@ -33,7 +33,7 @@ class SlideWindows(Subset, ABC):
         """The upper left corner of a window, in pixels of its slide. Raises BadImage."""
 
     def image(self, index: int) -> Image:
-        return SlideWindow(self._slides.image(self.indices[index]), self.corner(index), self._size)
+        return window(self._slides.image(self.indices[index]), self.corner(index), self._size)
 
     def label(self, index: int) -> Any:
         pixels: Any = self._slides.pixels

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mpi4dl._http import Guard
-from mpi4dl.datasets.text import Tokenizer
+from mpi4dl.datasets.text.tokenizer import Tokenizer
 from mpi4dl.options.kinds import MOST_SEED
 from mpi4dl.text.batcher import Event, Usage
 from mpi4dl.text.options import Sampling
@@ -118,7 +118,6 @@ class CompletionRequest(Asked):
 
     @property
     def prompts(self) -> list[Any]:
-        """Texts, or lists of tokens."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return self.prompt

@@ -250,12 +250,6 @@ def test_check_prints_what_each_layout_says(tmp_path: Path) -> None:
     assert {line for line in job.stdout.splitlines() if line.startswith("slide")} == expected
 
 
-def test_what_a_file_says_of_a_slide_is_told_in_a_line(tmp_path: Path) -> None:
-    layout = LAYOUTS["generic"]
-    layout.write(tmp_path / "a.tif", pyramid(picture(layout.size)), label_of(layout.size))
-    assert open_slide(tmp_path / "a.tif").file.described() == "512 x 768 px, levels 1, 2, 4, 0.5 um per pixel, TIFF"
-
-
 def test_the_nearest_finer_level_is_read(folder: Path) -> None:
     file = open_slide(folder / "slide.tif").file
     assert open_slide(folder / "slide.tif", Resolution(mpp=1.0)).size == file.levels[1].image.size

@@ -34,6 +34,9 @@ SPREAD = {
     "einsum of one": lambda x: torch.einsum("nchw->whn", x),
     "rows with columns of another": lambda x: torch.einsum("nchw,nckw->nchk", x, plain(*x.shape)),
     "addmm": lambda x: torch.addmm(plain(3), x[0, 0], plain(x.shape[3], 3), beta=0.5, alpha=2),
+    "addmm of integers": lambda x: torch.addmm(
+        plain(3).long(), (9 * x[0, 0]).long(), (9 * plain(x.shape[3], 3)).long(), beta=1.5, alpha=2.5
+    ),
     "baddbmm": lambda x: torch.baddbmm(x[:, 0, :, :1], x[:, 1], plain(3, x.shape[3], 3)),
     "bmm": lambda x: torch.bmm(x[:, 0], plain(3, x.shape[3], 3)),
     "mm": lambda x: x[0, 0].mm(plain(x.shape[3], 2)),

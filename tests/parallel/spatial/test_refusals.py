@@ -39,6 +39,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "batch_norm": lambda x: F.batch_norm(x.permute(0, 2, 3, 1), None, None, training=True),
     "group_norm": lambda x: F.group_norm(x.permute(0, 2, 3, 1), 2),
     "prelu": lambda x: F.prelu(x.permute(0, 2, 3, 1), torch.ones(8)),
+    "avg_pool2d": lambda x: F.avg_pool2d(x.long(), 2, divisor_override=3),
     "adaptive_avg_pool1d": lambda x: F.adaptive_avg_pool1d(x[0], 1),
     "torch.nn.functional.fold": lambda x: F.fold(x.permute(0, 2, 1, 3).flatten(1, 2), (4, 2), 1),
     "data_ptr": lambda x: x.data_ptr(),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from mpi4dl.datasets.text import ByteTokenizer
+from mpi4dl.datasets.text.tokenizer import ByteTokenizer
 from mpi4dl.text.batcher import Batcher, Event, Stats, Usage
 from mpi4dl.text.options import Sampling
 

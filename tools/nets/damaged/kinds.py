@@ -83,10 +83,6 @@ def _svs(path: Path) -> None:
     _pyramid(path, description=said, metadata=None)
 
 
-def _ome(path: Path) -> None:
-    _pyramid(path, subifds=1, metadata={"PhysicalSizeX": 0.5, "PhysicalSizeY": 0.5})
-
-
 def _dicom(path: Path, **how: Any) -> None:
     """The finest level of a slide, beside the other."""
     pixels = smooth_image(SIDE, SIDE)
@@ -490,10 +486,6 @@ def _config(path: Path) -> None:
     path.write_text(to_toml(config()))
 
 
-def read_config(path: Path) -> None:
-    parse(["--config", str(path)])
-
-
 ODD_TOML: dict[str, str] = {
     "deep": "a = " + "[" * 100_000,
     "deep tables": "[" + ".".join("a" * 20_000) + "]\nb = 1",
@@ -563,9 +555,10 @@ def _packed(path: Path) -> None:
 
 
 def kinds() -> dict[str, Kind]:
+    spacing = {"PhysicalSizeX": 0.5, "PhysicalSizeY": 0.5}
     return {
         "pyramid": Kind("a.tif", _pyramid, read_slide),
-        "OME": Kind("a.ome.tif", _ome, read_slide),
+        "OME": Kind("a.ome.tif", partial(_pyramid, subifds=1, metadata=spacing), read_slide),
         "Aperio": Kind("a.svs", _svs, read_slide),
         "DICOM": Kind("a.dcm", _dicom, read_slide),
         "DICOM of JPEG": Kind("a.dcm", partial(_dicom, sparse=True, syntax=JPEGBaseline8Bit), read_slide),
@@ -581,7 +574,9 @@ def kinds() -> dict[str, Kind]:
         "weights": Kind("w.pt", _weights, read_weights, odd=ODD_WEIGHTS),
         "old weights": Kind("w.pth", _legacy, read_weights),
         "safetensors": Kind("w.safetensors", _weights, read_weights, odd=ODD_SAFETENSORS),
-        "TOML": Kind("config.toml", _config, read_config, text=True, odd=_texts(ODD_TOML)),
+        "TOML": Kind(
+            "config.toml", _config, lambda path: parse(["--config", str(path)]), text=True, odd=_texts(ODD_TOML)
+        ),
         "description": Kind("model.json", _as_json(description_content), read_description, text=True),
         "samples": Kind(SAMPLES, write_samples, read_run_samples, text=True),
         "settings": Kind("predictions.json", _as_json(records_content), read_records, text=True),

@@ -136,8 +136,8 @@ def _encoded(content: bytes, random: np.random.Generator) -> bytes:
 
 def complaint(kind: Kind, path: Path) -> str | None:
     """What is wrong with how a file is read; None if it is read, or refused by one line with its name."""
-    _forget_peak()
-    before = _peak()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak of memory begins anew
+    before = _of_status("VmHWM")
     try:
         kind.read(path)
     except (DatasetError, ConfigError, ValueError, OSError) as error:
@@ -153,27 +153,13 @@ def complaint(kind: Kind, path: Path) -> str | None:
             return f"a hang in a child process: {said}"
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:300]}"
-    growth = _peak() - before
+    growth = _of_status("VmHWM") - before
     return f"{growth >> 20} MiB of memory" if growth > MOST_GROWTH else None
-
-
-def _forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def _peak() -> int:
-    return _of_status("VmHWM")
 
 
 def _of_status(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
-
-
-def _limit_seconds() -> None:
-    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + MOST_SECONDS, hard))
-    signal.alarm(LONGEST_SECONDS)
 
 
 def tell(**what: Any) -> None:
@@ -210,7 +196,9 @@ def main(folder: Path, first: int, count: int, names: list[str]) -> None:
 
 def _read(kind: Kind, name: str, which: Any, path: Path) -> None:
     tell(kind=name, which=which)
-    _limit_seconds()
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + MOST_SECONDS, hard))
+    signal.alarm(LONGEST_SECONDS)
     problem = complaint(kind, path)
     if problem is not None:
         tell(kind=name, which=which, problem=problem)

@@ -21,7 +21,7 @@ from safetensors.torch import load_model
 from torch import Tensor, nn
 
 from mpi4dl import models
-from mpi4dl.datasets.text import ByteTokenizer
+from mpi4dl.datasets.text.tokenizer import ByteTokenizer
 from tests.pool.ranks import Ranks
 from tests.text.serving.command import MODEL, Server, make_run, server
 from tests.text.serving.damage import CHAT, COMPLETIONS

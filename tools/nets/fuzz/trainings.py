@@ -87,12 +87,9 @@ class Training:
     def patterns(self) -> list[str]:
         return [f"{path}.*" for path in self.still]
 
-    def frozen_at(self, step: int) -> bool:
-        return self.thaws is None or step < self.thaws
-
     def build(self, step: int = 0) -> nn.Module:
         model = self.network.build()
-        if self.frozen_at(step):
+        if self.thaws is None or step < self.thaws:
             for path in self.still:
                 model.get_submodule(path).requires_grad_(False)
         return model

@@ -126,18 +126,14 @@ def run(arguments: argparse.Namespace) -> None:
 def again(arguments: argparse.Namespace) -> None:
     """Show those that no test has noticed to tests that they have not been shown to."""
     known, told, judged_before = Seen(), [], []
-    for verdict in read_verdicts():
+    for each in json.loads(VERDICTS.read_text()):
+        verdict = Verdict(Mutant(*each["mutant"]), each["outcome"], each["seconds"], tuple(each["by"]))
         further = known.of(verdict.mutant, arguments.seconds, verdict.by)
         if verdict.outcome != KILLED and further:
             told.append((verdict.mutant, further))
         else:
             judged_before.append(verdict)
     judge_all(told, arguments, judged_before)
-
-
-def read_verdicts() -> list[Verdict]:
-    found = json.loads(VERDICTS.read_text())
-    return [Verdict(Mutant(*each["mutant"]), each["outcome"], each["seconds"], tuple(each["by"])) for each in found]
 
 
 def judge_all(

@@ -61,6 +61,8 @@ def _added(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def rule(input: Tensor, *factors: Tensor, beta: float = 1, alpha: float = 1, **more: Tensor) -> Tensor:
         first, second = [*factors, *more.values()]
+        if not (first.is_floating_point() or first.is_complex()):
+            beta, alpha = int(beta), int(alpha)  # as PyTorch takes them
         y = product(first, second)
         y = y if alpha == 1 else y * alpha
         return y if beta == 0 else y + (input if beta == 1 else input * beta)

@@ -36,7 +36,7 @@ from mpi4dl.parallel.spatial.rules.windows import (
     places_of,
     slide,
 )
-from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, numbers_on, register, wrap
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, numbers_on, refusal, register, wrap
 
 aten = torch.ops.aten
 Size = int | Sequence[int]
@@ -260,6 +260,10 @@ def _avg_pool(
     (y,) = operate(x, local, halo_plan, operator)
     if divisor_override == 0:
         raise RuntimeError("divisor must be not zero")
+    if not y.is_floating_point() and (ceil_mode or not count_include_pad or divisor_override is not None):
+        raise refusal(
+            f"torch.nn.functional.avg_pool{count}d", "integers are divided by more or less than a window: pass floats"
+        )
     if divisor_override is not None:
         return halo_plan.result(x, y * (area / divisor_override))
     if counts:
