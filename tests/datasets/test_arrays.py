@@ -80,11 +80,6 @@ def test_arrays_that_cannot_be(tmp_path, arrays, message):
         load_npz(path)
 
 
-def test_no_such_file(tmp_path):
-    with pytest.raises(DatasetError, match=r"a\.npz: no such file; expected arrays"):
-        load_npz(tmp_path / "a.npz")
-
-
 def test_arrays_larger_than_memory(tmp_path, monkeypatch):
     """A small file may unpack to any size."""
     monkeypatch.setattr("mpi4dl.datasets.files._memory_bytes", lambda: 1 << 20)

@@ -99,16 +99,6 @@ def test_a_class_may_be_a_link_to_a_folder(tmp_path):
     assert len(listed(tmp_path / "root")) == 2
 
 
-def test_a_bad_file_is_found_when_it_is_opened(tmp_path):
-    put(tmp_path / "a/1.png")
-    put(tmp_path / "b/1.png")
-    (tmp_path / "b/1.png").write_bytes(b"")
-    dataset = listed(tmp_path)
-    assert dataset.image(0).size[0] == 4
-    with pytest.raises(BadImage, match=r"b/1\.png: is empty \(0 bytes\)"):
-        dataset.image(1)
-
-
 LAYOUT = "expected <folder>/<class>/*.png, or <folder>/train/<class>/*.png and <folder>/val/<class>/*.png"
 WRONG = {  # the folder, what is in it, the classes of training, and the message
     "no such folder": ("nowhere", (), None, f"ROOT/nowhere: no such folder; {LAYOUT}"),

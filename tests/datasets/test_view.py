@@ -47,16 +47,6 @@ def test_tiles_join_to_the_whole(data):
     assert np.array_equal(joined, expected)
 
 
-@pytest.mark.parametrize("fit", ["crop", "resize"])
-def test_flips_mirror_the_whole_image(fit):
-    image, view = WholeImage(noise_image(31, 47)), View((31, 47), fit)
-    plain = view.pixels(image, *whole(31, 47))
-    assert np.array_equal(plain, noise_image(31, 47))
-    for rows, cols in ((True, False), (False, True), (True, True)):
-        flipped = view.pixels(image, *whole(31, 47), variation=Variation(flip_rows=rows, flip_cols=cols))
-        assert np.array_equal(flipped, plain[:: -1 if rows else 1, :: -1 if cols else 1])
-
-
 @pytest.mark.parametrize("patch", [None, 4])
 def test_turns_and_flips_are_those_of_numpy_and_masks_turn_alike(patch):
     """All eight symmetries: of a square image, or of each patch, whose place in the image is mirrored alone."""
