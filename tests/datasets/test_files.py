@@ -199,7 +199,7 @@ def test_a_reader_that_gives_other_pixels_than_asked_for_is_noticed(tmp_path, mo
     path = tmp_path / "a.png"
     PIL.Image.fromarray(noise_image(HEIGHT, WIDTH)).save(path)
     image = open_image(path)
-    monkeypatch.setattr("mpi4dl.datasets.files._Picture.read", lambda *_: np.zeros((1, 1, 3), np.uint8))
+    monkeypatch.setattr(files, "in_strips", lambda *_: np.zeros((1, 1, 3), np.uint8))
     with pytest.raises(BadImage, match=r"gives uint8 pixels of shape \(1, 1, 3\) for"):
         image.read(*whole(HEIGHT, WIDTH))
 
