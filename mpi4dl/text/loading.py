@@ -36,15 +36,7 @@ GROUP = 32  # inputs that share a scale in 4 bits
 OUTPUTS = 16  # of which PyTorch takes multiples, in 4 bits
 
 
-class Quantized(ReplacedWeight):
-    """A replacement of fewer bits."""
-
-    @property
-    def num_bytes(self) -> int:
-        raise NotImplementedError
-
-
-class QuantizedWeight(Quantized):
+class QuantizedWeight(ReplacedWeight):
     """A matrix (outputs, inputs) of integers, to be multiplied with by F.linear and not to be looked at otherwise."""
 
     bits: int
@@ -74,11 +66,11 @@ class QuantizedWeight(Quantized):
         return cls(weight.shape, bits, packed, scales.transpose(0, 1).contiguous())
 
     @property
-    def num_bytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]
         return self.packed.nbytes + self.scales.nbytes
 
 
-class QuantizedExperts(Quantized):
+class QuantizedExperts(ReplacedWeight):
     """The matrices (E, outputs, inputs) of experts, to be taken apart by `unbind` and not to be looked at otherwise."""
 
     matrices: tuple[QuantizedWeight, ...]
@@ -96,12 +88,8 @@ class QuantizedExperts(Quantized):
         return cls([QuantizedWeight.of(matrix, bits) for matrix in weight.detach()])
 
     @property
-    def num_bytes(self) -> int:
-        return sum(matrix.num_bytes for matrix in self.matrices)
-
-
-def bytes_of(weight: Tensor) -> int:
-    return weight.num_bytes if isinstance(weight, Quantized) else weight.nbytes
+    def nbytes(self) -> int:  # type: ignore[override]
+        return sum(matrix.nbytes for matrix in self.matrices)
 
 
 def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
