@@ -17,11 +17,12 @@ from mpi4dl.engine.precision import int8_of
 from mpi4dl.models.experts import Experts
 from mpi4dl.options.declare import ConfigError
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
-from mpi4dl.runs.description import FoundWeights, RunOptions, find_weights, folder_of, hold_trained
+from mpi4dl.runs.description import FoundWeights, find_weights, folder_of, hold_trained
 from mpi4dl.text.batcher import Batcher
 from mpi4dl.text.options import Batching, Ranks
 from mpi4dl.text.products import ROWS_OF_PRODUCTS, ReplacedWeight, exchange, pack_weights
 from mpi4dl.training.texts import TOKENIZER
+from mpi4dl.training.trained import ModelOptions
 
 # Weights of fewer bits, for generation: bfloat16, or 8 or 4 bits of the matrices of linear layers and experts.
 #
@@ -156,14 +157,14 @@ def _matrices_of(module: nn.Module) -> tuple[str, ...]:
 class Trained:
     """The results of a run: its options, its tokenizer, and where its weights are."""
 
-    run: RunOptions
+    run: ModelOptions
     tokenizer: Tokenizer
     found: FoundWeights
 
     @property
     def context(self) -> int:
         """How many tokens the model can look at."""
-        return int(self.run.model.model_options.get("context", self.run.source.tokens))
+        return int(self.run.options.get("context", self.run.source.tokens))
 
     @property
     def separator(self) -> int | None:
@@ -185,7 +186,7 @@ def find_trained(comm: Communicator, source: Path, trust_code: bool = False) -> 
         return _find_pretrained(comm, source)
     folder = folder_of(comm, source)
     with comm.together((ValueError, OSError)):
-        run = RunOptions.read(folder)
+        run = ModelOptions.of_run(folder)
         chosen, of_text = run.source.data, run.source.of_text
         if not of_text or chosen.task not in ("auto", "language"):
             trained_on = "masked tokens" if of_text else "images"
@@ -201,7 +202,7 @@ def _find_pretrained(comm: Communicator, source: Path) -> Trained:
         options = checkpoint.options
         tokenizer = PretrainedTokenizer(source / TOKENIZER, options["vocabulary"], checkpoint.end)
         named = {"model": "gpt", "model_options": options, "text": str(source), "context": options["context"]}
-    return Trained(RunOptions.of(named), tokenizer, FoundWeights(source, ()))
+    return Trained(ModelOptions().with_values(named), tokenizer, FoundWeights(source, ()))
 
 
 def hold_text_model(
@@ -212,7 +213,8 @@ def hold_text_model(
     Raises:
         Refusal: on all ranks: the plan does not fit to the number of ranks or to the model, or the weights are not its.
     """
-    assembly = trained.run.assemble(comm, ranks.instead_of(trained.run.parallel, threads))
+    placed = trained.run.with_values(ranks.instead_of(trained.run, threads))
+    assembly = placed.assemble(comm, ("model",))
     stages, remarks = hold_trained(assembly, trained.found, trained.tokenizer.vocabulary, 0)
     with comm.together((ValueError,)):
         lower_weights(stages, ranks.precision)
