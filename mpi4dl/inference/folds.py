@@ -26,7 +26,7 @@ from mpi4dl.inference.options import Inference
 from mpi4dl.inference.samples import Judging, Samples, shown
 from mpi4dl.inference.scoring import Scores, score, scores_of
 from mpi4dl.options.sources import FOLDS
-from mpi4dl.results.evaluations import beside, file_of_evaluation, write_evaluation
+from mpi4dl.results.evaluations import beside, file_of_evaluation, require_writable, write_evaluation
 from mpi4dl.results.formats import csv_lines
 from mpi4dl.results.names import SUMMARY
 from mpi4dl.results.runs import fold_folders
@@ -56,6 +56,9 @@ def summarise(
         comm.agree(
             f"`threshold` {judging.threshold} chooses on validation samples, which folds are evaluated on: say a number"
         )
+    with comm.together():
+        if comm.rank == 0:
+            require_writable(out or folder)
     runs, asked, unfinished = comm.from_first(lambda: _looked_at(folder, part))
     if len(runs) < 2:
         comm.agree(f"{folder}: {counted(len(runs), 'fold')} finished, but a summary needs two: train more folds")
