@@ -15,6 +15,7 @@ from mpi4dl.comm import failure
 if runs(__name__):
     failure.arm()  # before anything else that may fail on one rank alone
 
+from mpi4dl._wording import counted, duration
 from mpi4dl.options.command import CommandLine, command
 from mpi4dl.options.config import Data, Model, Parallel, Slides, Training
 from mpi4dl.options.declare import ConfigError, instead, like, neutral, option, same_as
@@ -141,7 +142,7 @@ def embed(comm: "Communicator", asked: CommandLine[EmbedConfig]) -> None:
         if not is_own(config.encoder.model):
             require_known(config.encoder.model)
 
-    from mpi4dl.inference.embedding import Embedding, open_encoder, refuse_bad, summary, training_options
+    from mpi4dl.inference.embedding import Embedding, open_encoder, training_options
     from mpi4dl.runs.stopping import HangTimeout
 
     began = time.monotonic()
@@ -163,10 +164,15 @@ def embed(comm: "Communicator", asked: CommandLine[EmbedConfig]) -> None:
         else:
             embedding.run()
             if comm.rank == 0:
-                print(summary(embedding, time.monotonic() - began), flush=True)
+                num, done, bad = len(embedding.slides), len(embedding.done), len(embedding.bad)
+                told = f"{counted(num - done - bad, 'slide')} embedded in {duration(time.monotonic() - began)}"
+                told += f", {done} done before" if done else ""
+                print(told + (f", {bad} could not be read" if bad else ""), flush=True)
     for problem in embedding.bad.values() if comm.rank == 0 else ():
         print(f"could not be read: {problem}")
-    refuse_bad(embedding)
+    bad_slides = counted(len(embedding.bad), "slide")
+    told = f"{bad_slides} of {len(embedding.slides)} could not be embedded; the others are written"
+    comm.agree(told if embedding.bad else None)
 
 
 main = embed.main

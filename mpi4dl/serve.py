@@ -152,14 +152,13 @@ def _answer(batcher: "Batcher", config: ServeConfig, name: str, listener: socket
     from mpi4dl._http import HttpServer, Limits
     from mpi4dl.text.serving.admission import Admission
     from mpi4dl.text.serving.app import api_error, make_app
-    from mpi4dl.text.serving.server import LAST_WORDS_SECONDS, Timing, run_server
+    from mpi4dl.text.serving.server import LAST_WORDS_SECONDS, run_server
 
     options = config.serving
     front = Admission(batcher, options.max_queue, options.max_tokens)
     app = make_app(front, name, MOST_BODY_BYTES, token, (options.host, *(options.allowed_hosts or ())))
     server = HttpServer(app, api_error, Limits(), LAST_WORDS_SECONDS)
-    timing = Timing(options.drain_seconds, hang_seconds=options.hang_timeout)
-    run_server(server, front, listener, timing, f"serving {name} at")
+    run_server(server, front, listener, f"serving {name} at", options.drain_seconds, options.hang_timeout)
 
 
 main = serve.main

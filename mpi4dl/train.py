@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 def train(comm: "Communicator", asked: CommandLine[Config]) -> None:
     """Train, or with `--print-config` print the options. Collective."""
     if asked.config.run.print_config:
+        from mpi4dl.training.resuming import options_before
         from mpi4dl.training.setup import as_it_began, to_print
 
-        config = as_it_began(comm, asked.config)
+        config = as_it_began(asked.config, options_before(comm, asked.config.run))
         with comm.together((ValueError,)):
             print(to_print(config) if comm.rank == 0 else "", end="")
         return

@@ -390,7 +390,16 @@ def no_view(y: Tensor, x: Tensor) -> Tensor:
     return y if torch._C._is_alias_of(y, x) else y.data  # type: ignore[attr-defined]
 
 
-class _Linear(torch.autograd.Function):
+APPLY = vars(torch.autograd.Function)["apply"]  # a class method, of Python or, since PyTorch 2.15, of C
+
+
+class LocalFunction(torch.autograd.Function):
+    """A function of tensors that this rank has. Its `apply` is PyTorch's own, which asks no tensor and no mode."""
+
+    apply = APPLY
+
+
+class _Linear(LocalFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, apply: Map, adjoint: Map) -> Tensor:
         ctx.adjoint = adjoint

@@ -104,6 +104,7 @@ class Opened(NamedTuple):
 
     `scaled`: values have units of their own, which they are read in, and so do not depend on the type.
     `channel`: which dim has channels, if the file says it.
+    `affine`: the place of each voxel (x, y, z), in mm; None: unknown.
     `axes`: to which sides of a patient columns, rows and slices run, such as RAS: right, front, head; empty: unknown.
     """
 
@@ -113,6 +114,7 @@ class Opened(NamedTuple):
     scaled: bool = False
     axes: str = ""
     channel: int | None = None
+    affine: npt.NDArray[np.float64] | None = None
 
 
 class Dataset(Protocol):
@@ -227,11 +229,12 @@ class LastMade:
 
 @dataclass(frozen=True)
 class FunctionImage:
-    """An image of this size, or a mask, whose boxes a function reads; `axes` as of `Opened`."""
+    """An image of this size, or a mask, whose boxes a function reads; `axes` and `affine` as of `Opened`."""
 
     size: tuple[int, ...]
     read: Callable[..., npt.NDArray[Any]]
     axes: str = ""
+    affine: npt.NDArray[np.float64] | None = None
 
 
 class WholeImage:

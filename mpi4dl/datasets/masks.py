@@ -30,7 +30,8 @@ class Mask:
     """
 
     def __init__(self, path: Path, stored: Image, num_classes: int, ignored: int | None = IGNORE_INDEX) -> None:
-        self.path, self.size, self.axes = path, stored.size, getattr(stored, "axes", "")
+        self.path, self.size = path, stored.size
+        self.axes, self.affine = getattr(stored, "axes", ""), getattr(stored, "affine", None)
         self._stored, self._num_classes, self._ignored = stored, num_classes, ignored
 
     def read(self, *space: Interval) -> npt.NDArray[np.int64]:
@@ -126,7 +127,8 @@ def _one_channel(path: Path, image: Any, channels: int, stored: Callable[..., np
     """A mask in an image that must have one channel, of which `stored` reads boxes. Raises BadImage."""
     if channels != 1:
         raise BadImage(path, f"has {channels} channels: a mask has one number in each place, that of its class")
-    return FunctionImage(image.size, lambda *space: stored(*space)[..., 0], getattr(image, "axes", ""))
+    where = getattr(image, "axes", ""), getattr(image, "affine", None)
+    return FunctionImage(image.size, lambda *space: stored(*space)[..., 0], *where)
 
 
 def mask_suffixes(volumes: bool) -> tuple[str, ...]:

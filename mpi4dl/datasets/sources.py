@@ -220,11 +220,11 @@ def pair_table(root: Path, form: LabelForm, kind: FileKind, before: str = "") ->
     others = _by_name(second, [path.relative_to(second).as_posix() for path in files_below(second, suffixes)], suffixes)
     if not images:
         raise DatasetError(f"{first}: has no {kind.nouns}; {form.where}")
-    missing = [found for name, found in images.items() if name not in others]
+    missing = [name for name in images if name not in others]
     if missing:
         more = f", and {len(missing) - 1} others have none" if len(missing) > 1 else ""
-        bare, asked = first / missing[0], second / Path(missing[0]).with_suffix(".png")
-        raise DatasetError(f"{bare}: has no {form.files}{more}: add {asked}, or a TIFF file of this name")
+        told = f"{first / images[missing[0]]}: has no {form.files}{more}: add {second / missing[0]}{suffixes[0]}"
+        raise DatasetError(f"{told}, or a file of this name that ends in {some(suffixes[1:])}")
     rows = []
     for name, file in images.items():
         path = f"{before}{first.name}/{file}"

@@ -15,7 +15,7 @@ from mpi4dl.datasets.base import IGNORED, BadImage, Dataset, DatasetError, Image
 from mpi4dl.datasets.files import StoredPicture
 from mpi4dl.datasets.split import Subset, in_whole
 from mpi4dl.datasets.transform import View
-from mpi4dl.datasets.volumes import other_axes
+from mpi4dl.datasets.volumes import lies_elsewhere, other_axes
 from mpi4dl.geometry import Box
 
 # Images of a batch that are read box by box, when somebody asks: for images that are too large to lie in memory.
@@ -332,6 +332,9 @@ class _Reading:
             mine, theirs = (getattr(each, "axes", "") for each in (label, image))
             if mine and theirs and mine != theirs:
                 raise BadImage(label.path, other_axes(mine, theirs, "its image"))
+            elsewhere = lies_elsewhere(label, image)
+            if elsewhere is not None:
+                raise BadImage(label.path, elsewhere)
         elif label.shape[-len(image.size) :] != image.size:
             raise ValueError(
                 f"the label of sample {index} has shape {tuple(label.shape)}, but its image {size} "

@@ -13,6 +13,7 @@ stored; so are those of floating point in other files. Integers of other files a
 """
 
 from collections.abc import Callable, Mapping
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,19 @@ def alike(values: str, others: str) -> bool:
 def other_axes(mine: str, theirs: str, of: str) -> str:
     """What is wrong with a volume whose axes run to other sides."""
     return f"has axes {mine}, but {of} {theirs}: turn it, such as by nibabel.as_closest_canonical"
+
+
+def lies_elsewhere(mask: Any, image: Any) -> str | None:
+    """What is wrong with a mask of the size of a volume that has other places, by more than a voxel, if both say it."""
+    mine, theirs = (getattr(each, "affine", None) for each in (mask, image))
+    if mine is None or theirs is None:
+        return None
+    corners = np.array([[*corner[::-1], 1] for corner in product(*((0, side - 1) for side in image.size))])
+    farthest = np.linalg.norm((corners @ (mine - theirs).T)[:, :AXES], axis=1).max()
+    if farthest <= np.linalg.norm(theirs[:AXES, :AXES], axis=0).max():
+        return None
+    told = f"lies up to {farthest:.4g} mm from where its image does"
+    return f"{told}: write it with the affine of its image, if it is of it"
 
 
 def open_volume(path: Path) -> "VolumeFile":
@@ -75,7 +89,7 @@ class VolumeFile:
             raise BadImage(path, f"has shape {tuple(shape)}: expected depth, rows and columns, and perhaps channels")
         self._path, self._read_part, self._scaled = path, opened.read_part, opened.scaled
         dtype = np.dtype(opened.dtype)
-        self.axes = opened.axes
+        self.axes, self.affine = opened.axes, opened.affine
         self.values = AS_THEY_ARE if opened.scaled or dtype.kind not in "iu" else f"over {np.iinfo(dtype).max}"
         self.values += _AXES + self.axes if self.axes else ""
         self._channel: int | None = None  # which dim
@@ -151,7 +165,8 @@ def _open_nifti(path: Path) -> Opened:
 
     known = file.header["qform_code"] > 0 or file.header["sform_code"] > 0
     axes = "".join(nibabel.aff2axcodes(file.affine)) if known else ""
-    return Opened((z, y, x, *rest), read_part, stored.dtype, scaled=True, axes=axes, channel=AXES if rest else None)
+    affine = np.asarray(file.affine) if known else None
+    return Opened((z, y, x, *rest), read_part, stored.dtype, True, axes, AXES if rest else None, affine)
 
 
 def _open_stack(path: Path) -> Opened:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
@@ -159,41 +160,17 @@ class CellMaps:
         if not isinstance(leaf, SpatialTensor) and self._grid.size > 1:
             self._grid.comm.all_reduce(gradient)
         with torch.no_grad():
-            if self.options.kind == "gradient":
-                summed = torch.linalg.vector_norm(
-                    gradient, 1, dim=1, dtype=torch.promote_types(gradient.dtype, torch.float32)
-                )
-                values = self._averaged(summed, leaf)
-                side = float(GRADIENT_CELL_PX)
+            if of_pixels := self.options.kind == "gradient":
+                wide_type = torch.promote_types(gradient.dtype, torch.float32)
+                own = torch.linalg.vector_norm(gradient, 1, dim=1, keepdim=True, dtype=wide_type)
             else:
                 own = (_not_lowered(gradient) * _not_lowered(local)).sum(1, keepdim=True)
-                whole = gather(SpatialTensor(own, leaf.layout)) if isinstance(leaf, SpatialTensor) else own
-                values, side = whole[:, 0], side_of_cells(self._size, whole.shape[2:])
-        return tuple(CellMap(each, side, number) for each, number in zip(values.cpu(), numbers, strict=True))
-
-    def _averaged(self, pixels: Tensor, leaf: Tensor) -> Tensor:
-        """The mean (N, h, w) over squares of this rank's part (n, rows, columns) of numbers of pixels. Collective."""
-        if isinstance(leaf, SpatialTensor):
-            box = leaf.layout.owned
-            first, corner = (box.batch.start if leaf.layout.dims[0] is not None else 0), [s.start for s in box.space]
-        else:
-            first, corner = 0, [0, 0]
-        cells = [ceil_div(side, GRADIENT_CELL_PX) for side in self._size]
-        total = torch.zeros((leaf.shape[0], *cells), dtype=torch.float64, device=pixels.device)
-        top, bottom = corner[0], corner[0] + pixels.shape[1]
-        of_rows = total.new_zeros((pixels.shape[0], cells[0], pixels.shape[2]))
-        for row in range(top // GRADIENT_CELL_PX, ceil_div(bottom, GRADIENT_CELL_PX)):
-            start, stop = max(top, row * GRADIENT_CELL_PX), min(bottom, (row + 1) * GRADIENT_CELL_PX)
-            of_rows[:, row] = pixels[:, start - top : stop - top].sum(1, dtype=torch.float64)
-        cols = torch.arange(corner[1], corner[1] + pixels.shape[2], device=pixels.device) // GRADIENT_CELL_PX
-        total[first : first + pixels.shape[0]].index_add_(2, cols, of_rows)
-        if isinstance(leaf, SpatialTensor):
-            self._grid.comm.all_reduce(total)
-        heights, widths = (
-            torch.tensor([min(GRADIENT_CELL_PX, side - at) for at in range(0, side, GRADIENT_CELL_PX)])
-            for side in self._size
-        )
-        return (total.cpu() / (heights[:, None] * widths)).to(pixels.dtype)
+            found: Tensor = SpatialTensor(own, leaf.layout) if isinstance(leaf, SpatialTensor) else own
+            if of_pixels:  # means over squares, also over smaller ones at the end
+                found = F.avg_pool2d(found, GRADIENT_CELL_PX, ceil_mode=True)
+            values = (gather(found) if isinstance(found, SpatialTensor) else found)[:, 0].cpu()
+        side = float(GRADIENT_CELL_PX) if of_pixels else side_of_cells(self._size, values.shape[1:])
+        return tuple(CellMap(each, side, number) for each, number in zip(values, numbers, strict=True))
 
     def takes(self, x: Any) -> bool:
         """Whether a tensor is a feature map of the images, or is the images where their gradients are wanted."""

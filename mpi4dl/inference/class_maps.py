@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,15 +36,6 @@ OPACITY = 0.5
 ON_TISSUE = [CURVES[number] for number in (2, 5, 4, 0, 1, 6, 3, 7)]  # those first that differ most from H&E
 
 
-class MapOptions(NamedTuple):
-    """What is drawn of class maps: polygons of `min_area` square microns or more. `in_bounds`: coordinates begin at the
-    part of a slide that the scanner scanned, as in QuPath.
-    """
-
-    min_area: float = 0.0
-    in_bounds: bool = False
-
-
 def write_picture(slide: Slide, channels: Sequence[str], path: Path, pixels: Any) -> None:
     """Write a picture of a slide, (height, width, channels), as a pyramid. Raises OSError."""
     with naming(path), TemporaryFile(dir=path.parent) as file:
@@ -54,8 +45,8 @@ def write_picture(slide: Slide, channels: Sequence[str], path: Path, pixels: Any
         write_pyramid(path, levels, slide, channels)
 
 
-def class_map(path: Path, slide: Slide, classes: Sequence[str], options: MapOptions) -> MappedFile:
-    """The class map of a slide, whose picture and polygons are beside it.
+def class_map(path: Path, slide: Slide, classes: Sequence[str], **options: Any) -> MappedFile:
+    """The class map of a slide, whose picture and polygons are beside it; `options` are those of `geojson`.
 
     Raises:
         OSError: it cannot be written.
@@ -68,7 +59,7 @@ def class_map(path: Path, slide: Slide, classes: Sequence[str], options: MapOpti
 
     def encode(path: Path, classes_of: Any) -> None:
         write_durably(beside[0], thumbnail_of(classes_of, slide, classes))
-        write_durably(beside[1], geojson(classes_of, slide, classes, options).encode())
+        write_durably(beside[1], geojson(classes_of, slide, classes, **options).encode())
         write_pyramid(path, levels_of(classes_of), slide, ["; ".join(classes)])
 
     return MappedFile(path, tuple(slide.size), np.uint8, encode=encode, beside=beside)
@@ -140,13 +131,22 @@ def _reduced(classes_of: npt.NDArray[np.uint8], longest: int) -> tuple[npt.NDArr
     return np.asarray(classes_of[tuple(slice(first, None, step) for first in sides)]), step
 
 
-def geojson(classes_of: npt.NDArray[np.uint8], slide: Slide, classes: Sequence[str], options: MapOptions) -> str:
-    """The regions of each class but background as annotations of QuPath, of `min_area` or more."""
+def geojson(
+    classes_of: npt.NDArray[np.uint8],
+    slide: Slide,
+    classes: Sequence[str],
+    min_area: float = 0.0,
+    in_bounds: bool = False,
+) -> str:
+    """The regions of each class but background as annotations of QuPath, of `min_area` square microns or more.
+
+    `in_bounds`: coordinates begin at the part of a slide that the scanner scanned, as in QuPath.
+    """
     small, step = _reduced(classes_of, OUTLINE_PX)
     pixel = (slide.scale[0] * step, slide.scale[1] * step)
     # Without microns per pixel, areas are those of pixels of level 0.
     square_micron = 1.0 if slide.mpp is None else slide.scale[0] * slide.scale[1] / slide.mpp**2
-    origin = (0, 0) if options.in_bounds else slide.origin
+    origin = (0, 0) if in_bounds else slide.origin
     features = []
     for number, name in enumerate(classes):
         if number == 0 and name in (BACKGROUND, "0"):
@@ -157,7 +157,7 @@ def geojson(classes_of: npt.NDArray[np.uint8], slide: Slide, classes: Sequence[s
             continue
         part = mask[rows[0] : rows[-1] + 1, cols[0] : cols[-1] + 1]
         corner = (origin[0] + rows[0] * pixel[0], origin[1] + cols[0] * pixel[1])
-        found = outlines(part, pixel, corner, options.min_area * square_micron)
+        found = outlines(part, pixel, corner, min_area * square_micron)
         features += [feature(polygon, name) for polygon in found]
     return collection(features)
 

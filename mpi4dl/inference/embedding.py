@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl._progress import ProgressOfImages
-from mpi4dl._wording import counted, duration
+from mpi4dl._wording import counted
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.comm.packing import Piece
 from mpi4dl.datasets.base import BadImage, DatasetError, printable
@@ -57,14 +57,7 @@ NUM_OUTPUTS = 2  # of the classifier that an encoder is built with, and which is
 FINGERPRINT = 12  # characters
 AHEAD = 2  # batches that each thread reads ahead
 STAINS = ("stain_norm", "stain_reference")
-OTHERWISE = {
-    "weights",
-    "patches",
-    "mean",
-    "std",
-    "dry_run",
-    *STAINS,
-}  # which mean something else in training
+OTHERWISE = {"weights", "patches", "mean", "std", "dry_run", *STAINS}  # which mean something else in training
 TRAINED = ("model", "model_options", "mean", "std", *STAINS)  # options of the training of weights that matter here
 
 
@@ -112,18 +105,18 @@ def training_options(options: Any, comm: Communicator) -> ModelOptions:
     given = {name: value_of(options, name) for name in shared}
     given |= {"image_size": (patch, patch), "data": num_ranks, "batch_size": num_ranks}
     weights, model = options.encoder.weights, part_name(options.encoder.model)
-    stains = None
-    with comm.together((ValueError, OSError)):
-        if comm.rank == 0:
-            asked = {name: value_of(options, name) for name in STAINS}
-            if asked["stain_norm"] == AUTO:
-                trained = _trained_options(weights, model) if weights not in (None, PRETRAINED) else None
-                if asked["stain_reference"] is not None:
-                    raise ConfigError("`stain_reference` is for a `stain_norm`: choose macenko or reinhard")
-                asked = {name: (trained or usual).value(name) for name in STAINS}
-            found = usual.with_values({**given, **asked}).with_reference()
-            stains = {name: found.value(name) for name in STAINS}
-    return usual.with_values({**given, **comm.broadcast_object(stains)})
+
+    def stains() -> dict[str, Any]:
+        asked = {name: value_of(options, name) for name in STAINS}
+        if asked["stain_norm"] == AUTO:
+            trained = _trained_options(weights, model) if weights not in (None, PRETRAINED) else None
+            if asked["stain_reference"] is not None:
+                raise ConfigError("`stain_reference` is for a `stain_norm`: choose macenko or reinhard")
+            asked = {name: (trained or usual).value(name) for name in STAINS}
+        found = usual.with_values({**given, **asked}).with_reference()
+        return {name: found.value(name) for name in STAINS}
+
+    return usual.with_values({**given, **comm.from_first(stains)})
 
 
 def open_encoder(comm: Communicator, options: Any, model_options: ModelOptions) -> tuple[Encoder, list[str]]:
@@ -243,20 +236,6 @@ class PatchBatch(NamedTuple):
     stop: int
 
 
-def units_of(counts: Sequence[int], at_once: int) -> list[PatchBatch]:
-    """The batches of slides that have so many patches each."""
-    return [
-        PatchBatch(slide, start, min(start + at_once, count))
-        for slide, count in enumerate(counts)
-        for start in range(0, count, at_once)
-    ]
-
-
-def shares_of(units: Sequence[PatchBatch], num_ranks: int) -> list[list[PatchBatch]]:
-    """The batches of each rank: neighbours, and as many on each rank but for one."""
-    return [list(units[a:b]) for a, b in pairwise(even_cuts(len(units), num_ranks))]
-
-
 class Embedding:
     """The slides that options name, of which files of features are written into a folder. Collective.
 
@@ -275,12 +254,9 @@ class Embedding:
     def __init__(
         self, comm: Communicator, options: Any, trained: ModelOptions, encoder: Encoder, patience: HangTimeout
     ) -> None:
-        def opened() -> tuple[Any, Any]:
-            slides = trained.source.open_files(labelled=False)
-            return slides, slides
-
         self.comm, self.encoder, self.patience = comm, encoder, patience
-        self.slides: SlideFolder = shared(comm, opened)[0]  # type: ignore[assignment]
+        slides: Any = shared(comm, lambda: (trained.source.open_files(labelled=False),))[0]
+        self.slides: SlideFolder = slides
         self.at_once, self.num_workers = trained.patches_at_once, options.work.num_workers
         self.names = [self.slides.name(index) for index in range(len(self.slides))]
         bases = [Path(without_suffix(name, WHOLE_SLIDES)) for name in self.names]
@@ -292,17 +268,11 @@ class Embedding:
         self.counts: dict[int, int] = {}
         self._places: dict[int, Patches] = {}
         self.job: FolderJob | None = None  # on rank 0
-        found = None
-        with comm.together((ValueError, OSError)):
-            if comm.rank == 0:
-                self.job = self._begin(options, trained, folder)
-                found = self.job.settings, [n for n, name in enumerate(self.names) if name in self.job.done]
-        self.settings, done = comm.broadcast_object(found)
-        self.done = {*done}
+        self.settings, self.done = comm.from_first(lambda: self._begin(options, trained, folder))
         self.remarks = (*self.slides.remarks, *self.slides.first_slide())
 
-    def _begin(self, options: Any, trained: ModelOptions, folder: Path) -> FolderJob:
-        """On rank 0. Raises ConfigError, ValueError, OSError."""
+    def _begin(self, options: Any, trained: ModelOptions, folder: Path) -> tuple[Any, set[int]]:
+        """On rank 0, the settings and what is done. Raises ConfigError, ValueError, OSError."""
         source: Any = trained.source
         model, stains = trained.part, source.stains()
         settings = settings_of(
@@ -321,7 +291,8 @@ class Embedding:
             for n, name in enumerate(self.names)
         }
         how: Any = {"overwrite": options.embedding.overwrite, "dry_run": options.embedding.dry_run}
-        return FolderJob(folder, FEATURES, settings, inputs, writes=self.paths, **how)
+        self.job = FolderJob(folder, FEATURES, settings, inputs, writes=self.paths, **how)
+        return self.job.settings, {n for n, name in enumerate(self.names) if name in self.job.done}
 
     def close(self) -> None:
         if self.job is not None:
@@ -382,7 +353,6 @@ class Embedding:
         progress.close()
 
     def run(self) -> None:
-        """Embed all slides to do, and write their files."""
         wanted = [*self.counts]
         self._seen, total = 0, sum(self.counts.values())
         self._progress = ProgressOfImages(total, self.comm.rank == 0, "patch", many="patches")
@@ -396,7 +366,12 @@ class Embedding:
         own = group[comm.rank] if comm.rank < len(group) else None
         places: list[Any] = comm.all_gather_object(self._places.pop(own, None) if own is not None else None)
         counts = [0 if index in self.bad else len(places[number]) for number, index in enumerate(group)]
-        shares = shares_of(units_of(counts, self.at_once), comm.size)
+        batches = [
+            PatchBatch(number, start, min(start + self.at_once, count))
+            for number, count in enumerate(counts)
+            for start in range(0, count, self.at_once)
+        ]
+        shares = [batches[a:b] for a, b in pairwise(even_cuts(len(batches), comm.size))]  # neighbours, as many each
         with comm.together((DatasetError, OSError)), self.patience.working("patches"):
             found, problems = self._features_of(group, places, shares[comm.rank])
         for theirs in comm.all_gather_object(problems):
@@ -405,13 +380,11 @@ class Embedding:
         with comm.together((OSError, DatasetError)):
             if whole is not None and own is not None:
                 with self.patience.working("writing"):
-                    slide, corners = self.slides.image(own), places[comm.rank]
-                    write_features(
-                        self.paths[own],
-                        Embedded(whole, _coords(slide, corners, self.encoder.patch)),
-                        _attributes(slide, self.encoder.patch, Path(self.paths[own]).stem),
-                        self.settings,
-                    )
+                    slide, patch = self.slides.image(own), self.encoder.patch
+                    corners = [slide.in_level_0(row * patch, col * patch) for row, col in places[comm.rank].tolist()]
+                    coords = np.rint(np.asarray(corners, np.float64)[:, ::-1]).astype(np.int64)  # x, y in level 0
+                    about = _attributes(slide, patch, Path(self.paths[own]).stem)
+                    write_features(self.paths[own], Embedded(whole, coords), about, self.settings)
         with comm.together((OSError,)):
             for index in group:
                 if self.job is not None and index not in self.bad:
@@ -478,22 +451,10 @@ class Embedding:
         sends = [Piece(number, torch.cat(found[number])) for number in good if number in found]
         if rank in good:
             whole = torch.empty(counts[rank], self.encoder.num_features)
-            spans = [(source, _span(rank, units)) for source, units in enumerate(shares)]
-            receives = [Piece(source, whole[slice(*span)]) for source, span in spans if span is not None]
+            mine = [[unit for unit in units if unit.slide == rank] for units in shares]
+            receives = [Piece(n, whole[own[0].start : own[-1].stop]) for n, own in enumerate(mine) if own]
         self.comm.iexchange(sends, receives).wait()
         return None if whole is None else whole.numpy()
-
-
-def _span(slide: int, units: Sequence[PatchBatch]) -> tuple[int, int] | None:
-    """The patches of a slide that neighbouring batches have; None if none."""
-    own = [unit for unit in units if unit.slide == slide]
-    return (own[0].start, own[-1].stop) if own else None
-
-
-def _coords(slide: Slide, places: "Patches", patch: int) -> Any:
-    """x and y of patches in pixels of the full level 0, rounded."""
-    corners = [slide.in_level_0(row * patch, col * patch) for row, col in places.tolist()]
-    return np.rint(np.asarray(corners, np.float64)[:, ::-1]).astype(np.int64)
 
 
 def _attributes(slide: Slide, patch: int, name: str) -> dict[str, Any]:
@@ -514,19 +475,3 @@ def _attributes(slide: Slide, patch: int, name: str) -> dict[str, Any]:
         "level0_aspect": None if slide.file.aspect == (1.0, 1.0) else slide.file.aspect,
         "name": name,
     }
-
-
-def summary(embedding: Embedding, seconds: float) -> str:
-    """The line at the end."""
-    num, done, bad = len(embedding.slides), len(embedding.done), len(embedding.bad)
-    written = num - done - bad
-    said = f"{counted(written, 'slide')} embedded in {duration(seconds)}"
-    said += f", {done} done before" if done else ""
-    return said + (f", {bad} could not be read" if bad else "")
-
-
-def refuse_bad(embedding: Embedding) -> None:
-    """Raise Refusal on all ranks if slides could not be embedded."""
-    if embedding.bad:
-        num = len(embedding.slides)
-        raise Refusal(f"{counted(len(embedding.bad), 'slide')} of {num} could not be embedded; the others are written")

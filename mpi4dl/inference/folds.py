@@ -26,7 +26,7 @@ from mpi4dl.inference.options import Inference
 from mpi4dl.inference.samples import Judging, Samples, shown
 from mpi4dl.inference.scoring import Scores, score, scores_of
 from mpi4dl.options.sources import FOLDS
-from mpi4dl.results.evaluations import beside, file_of_evaluation, write_evaluation
+from mpi4dl.results.evaluations import beside, file_of_evaluation, require_writable, write_evaluation
 from mpi4dl.results.formats import csv_lines
 from mpi4dl.results.names import SUMMARY
 from mpi4dl.results.runs import fold_folders
@@ -34,19 +34,7 @@ from mpi4dl.results.slides import places_of
 from mpi4dl.runs.folder import BEST
 from mpi4dl.runs.samples import RunSamples
 from mpi4dl.tasks.curves import is_rule
-from mpi4dl.training.folds import require_alike, settings_of_fold
-
-
-def _say(comm: Communicator, line: str) -> None:
-    if comm.rank == 0:
-        print(line, flush=True)
-
-
-class FoldScores(NamedTuple):
-    """The scores of a fold."""
-
-    fold: int
-    scores: Scores
+from mpi4dl.training.folds import require_alike, say, settings_of_fold
 
 
 def summarise(
@@ -68,20 +56,22 @@ def summarise(
         comm.agree(
             f"`threshold` {judging.threshold} chooses on validation samples, which folds are evaluated on: say a number"
         )
+    with comm.together():
+        if comm.rank == 0:
+            require_writable(out or folder)
     runs, asked, unfinished = comm.from_first(lambda: _looked_at(folder, part))
     if len(runs) < 2:
         comm.agree(f"{folder}: {counted(len(runs), 'fold')} finished, but a summary needs two: train more folds")
-    _say(comm, f"{counted(len(runs), 'fold')} of {folder}: their {asked} samples" + (
+    say(comm, f"{counted(len(runs), 'fold')} of {folder}: their {asked} samples" + (
         f"; not finished: {some([*map(str, unfinished)])}" if unfinished else ""))  # fmt: skip
-    found: list[FoldScores] = []
+    found: dict[int, Scores] = {}
     seen: list[Named] = []
     for fold, path in runs.items():
         best = comm.broadcast_object(asked == "test" and (path / BEST).is_file())
         model = Predictor(path / BEST if best else path, chosen, comm)
         images, which = open_files_of_run(comm, model.trained, path, asked)
-        _say(comm, spell(f"fold {fold}: {model.weights} on {which}"))
-        scores = score(model, images, replace(judging, resamples=0), speaks=True)
-        found.append(FoldScores(fold, scores))
+        say(comm, spell(f"fold {fold}: {model.weights} on {which}"))
+        found[fold] = score(model, images, replace(judging, resamples=0), speaks=True)
         seen.append(images)
     with comm.together((ValueError, OSError)):
         if comm.rank == 0:
@@ -128,11 +118,12 @@ class Summary(NamedTuple):
         return cls(tuple(values), mean, deviation, mean - half, mean + half)
 
 
-def summaries(found: Sequence[FoldScores], level: float) -> dict[str, dict[str, Summary]]:
+def summaries(found: Mapping[int, Scores], level: float) -> dict[str, dict[str, Summary]]:
     """By level, slide or patient, and metric."""
-    levels: dict[str, list[Mapping[str, Any]]] = {found[0].scores.what: [each.scores.metrics for each in found]}
-    if all(each.scores.patients for each in found):
-        levels["patient"] = [each.scores.patients.metrics for each in found if each.scores.patients]
+    every = [*found.values()]
+    levels: dict[str, list[Mapping[str, Any]]] = {every[0].what: [each.metrics for each in every]}
+    if all(each.patients for each in every):
+        levels["patient"] = [each.patients.metrics for each in every if each.patients]
     return {
         name: {
             metric: Summary.of([of_fold[metric].value for of_fold in metrics], level)
@@ -143,11 +134,11 @@ def summaries(found: Sequence[FoldScores], level: float) -> dict[str, dict[str, 
     }
 
 
-def summary_lines(found: Sequence[FoldScores], level: float) -> Iterator[str]:
+def summary_lines(found: Mapping[int, Scores], level: float) -> Iterator[str]:
     """The table of folds, for people."""
     for name, metrics in summaries(found, level).items():
         yield f"by {name}, mean over {counted(len(found), 'fold')}:"
-        head = ("metric", *(f"fold {each.fold}" for each in found), "mean", "sd", f"{100 * level:g} % from", "to")
+        head = ("metric", *(f"fold {fold}" for fold in found), "mean", "sd", f"{100 * level:g} % from", "to")
         rows = (
             (metric, *(shown(value) for value in (*of.values, of.mean, of.deviation, of.low, of.high)))
             for metric, of in metrics.items()
@@ -156,9 +147,9 @@ def summary_lines(found: Sequence[FoldScores], level: float) -> Iterator[str]:
         yield ""
 
 
-def summary_table(found: Sequence[FoldScores], level: float) -> bytes:
+def summary_table(found: Mapping[int, Scores], level: float) -> bytes:
     """The table of folds, as a CSV file; empty cells are undefined."""
-    columns = ("level", "metric", *(f"fold {each.fold}" for each in found), "mean", "standard deviation", "low", "high")
+    columns = ("level", "metric", *(f"fold {fold}" for fold in found), "mean", "standard deviation", "low", "high")
     rows = (
         (name, metric, *of.values, of.mean, of.deviation, of.low, of.high)
         for name, metrics in summaries(found, level).items()
@@ -169,7 +160,7 @@ def summary_table(found: Sequence[FoldScores], level: float) -> bytes:
 
 def _written(
     folder: Path,
-    found: Sequence[FoldScores],
+    found: Mapping[int, Scores],
     places: Mapping[str, Any],
     judging: Judging,
     out: Path | None,
@@ -180,29 +171,29 @@ def _written(
     file = file_of_evaluation(folder, out, datetime.now())
     table, files = beside(file, SUMMARY), {SUMMARY: summary_table(found, judging.level)}
     yield from summary_lines(found, judging.level)
-    missing = [str(each.fold) for each in found if not each.scores.levels]
-    slides = [name for each in found for samples in each.scores.levels[:1] for name in samples.names]
+    missing = [str(fold) for fold, scores in found.items() if not scores.levels]
+    slides = [name for scores in found.values() for samples in scores.levels[:1] for name in samples.names]
     if missing or len({*slides}) < len(slides):
         why = f"no predictions of fold {some(missing)}" if missing else "a slide is in several folds"
         write_evaluation(file, None, files)
         yield f"predictions of all folds are not pooled: {why}"
         yield f"see {table}"
         return
-    samples = Samples.joined([each.scores.levels[0] for each in found])
-    first = found[0].scores
+    samples = Samples.joined([scores.levels[0] for scores in found.values()])
+    first = next(iter(found.values()))
     kept: dict[str, Any] = {
-        "records": [{**record, "fold": each.fold} for each in found for record in each.scores.records],
-        "bad": {name: why for each in found for name, why in each.scores.bad.items()},
+        "records": [{**record, "fold": fold} for fold, scores in found.items() for record in scores.records],
+        "bad": {name: why for scores in found.values() for name, why in scores.bad.items()},
         "crops": first.crops,
         "root": first.root,
-        "count": sum(each.scores.count for each in found),
+        "count": sum(scores.count for scores in found.values()),
         "remarks": (),
     }
     pooled = scores_of(samples, judging, **kept)
     told: dict[str, Any] = {
         "source": str(folder),
         "part": part,
-        "folds": [each.fold for each in found],
+        "folds": [*found],
         "unfinished": unfinished,
         **places,
     }

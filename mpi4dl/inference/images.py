@@ -26,7 +26,6 @@ from mpi4dl.datasets.transform import as_fit
 from mpi4dl.datasets.volumes import open_volume
 from mpi4dl.inference.masks import FITS
 from mpi4dl.inference.options import Evaluating, LabelledColumns, TableColumns, ToPredict
-from mpi4dl.options.declare import ConfigError
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.sources import some_sizes
 from mpi4dl.runs.description import Description
@@ -55,30 +54,23 @@ def open_labelled(
         what = f"the {len(names)} images that validated in training"
     else:
         found, what = _shared(comm, lambda: _labelled(source, trained, columns or LabelledColumns()))
-    require_alike(comm, found, trained.about)
+    comm.agree(difference(found, trained.about))
     return found, what
 
 
 def _shared(comm: Communicator, opened: Callable[[], tuple[Named, str]]) -> tuple[Named, str]:
     """What `opened()` finds on rank 0, and says of it, on all ranks. Collective; raises Refusal on all ranks."""
-    told: list[str] = []
+    told = [""]
 
-    def open_twice() -> tuple[Named, Named]:
-        found, which = opened()
-        told.append(which)
-        return found, found
+    def open_one() -> tuple[Named]:
+        found, told[0] = opened()
+        return (found,)
 
-    found, _ = shared(comm, open_twice)
-    return found, comm.broadcast_object("".join(told))
+    return shared(comm, open_one)[0], comm.broadcast_object(told[0])
 
 
-def require_alike(comm: Communicator, found: Named, about: Description) -> None:
-    """Raises Refusal on all ranks if labels, or images, are of another kind than in training."""
-    comm.agree(_unlike(found, about))
-
-
-def _unlike(found: Named, about: Description) -> str | None:
-    """A difference from the training, in one sentence."""
+def difference(found: Named, about: Description) -> str | None:
+    """The difference of labels, or images, from the kind of the training, in one sentence."""
     if task_of(found) != about.task:
         return f"the labels are to {task_of(found)}, but the model was trained to {about.task}"
     unlike = _other_channels(found, about)
@@ -263,7 +255,7 @@ def open_files_of_run(comm: Communicator, trained: TrainedOptions, folder: Path,
         return Subset(split, indices), f"the {len(indices)} {part} {split.kind.nouns} of the run"
 
     found, which = _shared(comm, opened)
-    require_alike(comm, found, trained.about)
+    comm.agree(difference(found, trained.about))
     return found, which
 
 
@@ -288,7 +280,7 @@ def open_to_evaluate(
     )
     if named:
         found, which = _shared(comm, lambda: held_out(trained.files(), part))
-        require_alike(comm, found, trained.about)
+        comm.agree(difference(found, trained.about))
         return found, which
     if of_files:
         return open_files_of_run(comm, trained, folder, part or "val")
@@ -446,14 +438,9 @@ class Coverage:
         self.remarks: list[str] = []
         if not self.crops:
             return
-        shares: list[float] = []
-        with comm.together((ValueError, OSError)):
-            if comm.rank == 0:
-                shares = [seen_of(size, self.frame) for size in some_sizes(images)]
-                if shares and min(shares) < 1 and not self.may_crop:
-                    raise ConfigError(self.refusal("the model", min(shares)))
-        shares = comm.broadcast_object(shares)
+        shares = comm.from_first(lambda: [seen_of(size, self.frame) for size in some_sizes(images)])
         if shares and min(shares) < 1:
+            comm.agree(None if self.may_crop else self.refusal("the model", min(shares)))
             told = f"{100 * min(shares):.3g} % to {100 * max(shares):.3g} %"
             self.remarks.append(f"the model sees the centre of each image alone: of {len(shares)} looked at {told}")
 
@@ -473,15 +460,7 @@ class Coverage:
         return share
 
     def summary(self) -> list[str]:
-        """The summary of all images, in a line."""
         if not self.shares or min(self.shares) == 1:
             return []
         mean, least = (100 * each for each in (sum(self.shares) / len(self.shares), min(self.shares)))
         return [f"the model saw {mean:.3g} % of the pixels of images on average, {least:.3g} % at least"]
-
-
-def without_sight(trained: TrainedOptions, source: str) -> str | None:
-    """What to do with a model that sees no images, instead."""
-    if not TASKS[trained.about.task].of_text:
-        return None
-    return f"{source} is `model` {trained.name}, which was trained on text: continue text with mpi4dl generate"

@@ -147,12 +147,10 @@ class Target:
 
     @property
     def num_in_all(self) -> int:
-        """How many windows cover the image."""
         return prod(map(len, self.intervals))
 
     @property
     def num_windows(self) -> int:
-        """How many windows are looked at."""
         return self.num_in_all if self.chosen is None else len(self.chosen)
 
     def window(self, number: int) -> tuple[WindowInterval, ...]:
@@ -360,7 +358,6 @@ class MappedFile:
             raise
 
     def write(self, where: tuple[slice, ...], values: npt.NDArray[Any]) -> None:
-        """The values there."""
         self._array[where] = values
 
     def close(self) -> None:

@@ -19,7 +19,6 @@ from mpi4dl.datasets.transform import Fit, View, as_fit
 from mpi4dl.datasets.transformed import Batch, TransformedImages
 from mpi4dl.engine import BatchOutputs, Runner
 from mpi4dl.geometry import Box
-from mpi4dl.inference.images import without_sight
 from mpi4dl.inference.masks import FITS
 from mpi4dl.inference.options import Inference, placed
 from mpi4dl.inference.quantization import round_weights
@@ -58,7 +57,8 @@ class Predictor:
     """A trained model of images over the ranks of `comm`. Collective, as are all methods.
 
     `source` is the folder of a run, a checkpoint, or weights that mpi4dl wrote. `framed` gives the options of training
-    the size of other images, where that differs. `trained` are these, with the plan of now. Raises Refusal on all
+    the size of other images, where that differs. `trained` are these, with the plan of now. `remarks` are
+    on the weights and on their distribution over ranks. Raises Refusal on all
     ranks, in one sentence, if there are none, if code of the user's that the model needs is other than it was, or if
     the plan cannot be.
     """
@@ -74,12 +74,14 @@ class Predictor:
         comm.agree(None, source=str(source), **facts(chosen))
         self.folder = folder_of(comm, self.source)
         found = find_weights(comm, self.source)
-        self.weights, self.average, self._remarks = found.weights, found.average, list(found.remarks)
-        self._remarks += comm.broadcast_object(better_weights(self.source))
+        self.weights, self.average, self.remarks = found.weights, found.average, list(found.remarks)
+        self.remarks += comm.broadcast_object(better_weights(self.source))
         owns = {name: getattr(chosen.inputs, name) for name in OWN}
         trained = TrainedOptions.of(comm, self.weights, self.folder, chosen.inputs.trust_code, owns)
         self.about = about = trained.about
-        comm.agree(without_sight(trained, str(source)))
+        if trained.task.of_text:
+            told = f"{source} is `model` {trained.name}, which was trained on text"
+            comm.agree(f"{told}: continue text with mpi4dl generate")
         trained = framed(trained)
         with comm.together((ValueError,)):
             trained = _at_own_sizes(trained, chosen.inputs.fit)
@@ -91,7 +93,7 @@ class Predictor:
         self.largest = about.largest if auto else None
         self.asked_to_crop = not auto and FITS[self.fit].crops
         self.may_crop = self.asked_to_crop or FITS[as_fit(trained.fit)].crops
-        self._remarks += [why] if why else []
+        self.remarks += [why] if why else []
         self.assembly = self.trained.assemble(comm, OWN, self.trained.batch_size)
         self.plan = self.assembly.plan
         # Of code of the user's its name and its file, by option.
@@ -100,12 +102,12 @@ class Predictor:
         self.digest = sha256(json.dumps([about.text, self.own.get("model")]).encode()).hexdigest()[:16]
         with self._watched():
             held, remarks = hold_trained(self.assembly, found, about.num_outputs, about.channels)
-            self._remarks += remarks
+            self.remarks += remarks
             self.patience.feed()
             if self.precision == "int8":
                 with comm.together((ValueError, TypeError)):
                     model = outline(lambda: self.trained.build(about.num_outputs, about.channels))
-                self._remarks.append(round_weights(held, model))
+                self.remarks.append(round_weights(held, model))
             self.runner = Runner(held, self.plan, comm=comm, precision=self.trained.precision)
         self.runner.executor.progress = lambda doing: self.patience.feed()
 
@@ -118,23 +120,16 @@ class Predictor:
         finally:
             self.patience.stop()
 
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        """Remarks on the weights and on their distribution over ranks."""
-        return tuple(self._remarks)
-
     def title(self) -> list[str]:
-        """The title, in lines."""
         size = "x".join(map(str, self.trained.size))
         known = ", ".join(map(printable, self.about.classes[:10])) + " ..." * (len(self.about.classes) > 10)
         what = f"{self.trained.name} to {self.about.task}" + (f": {known}" if known else "")
         at_own = "each image at its own size" if self.task.makes_images and self.fit == "own" else ""
         shown = at_own or self.assembly.source.described or f"images of {size}"
-        return [f"{self.weights}: {what}; {shown}; {self.plan.describe()}", *self._remarks]
+        return [f"{self.weights}: {what}; {shown}; {self.plan.describe()}", *self.remarks]
 
     @property
     def task(self) -> Task:
-        """The task of the training."""
         return self.trained.task
 
     @property

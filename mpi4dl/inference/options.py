@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("fp32", "bf16", "fp16", "int8")
 MAPS = ("auto", "attention", "activation", "gradient", "none")
-HOW_PATIENTS = ("mean", "max")  # as inference.samples has them, which imports torch
 LARGE_PIXELS = 1 << 22  # of an image, from which on ranks share each one
 
 
@@ -230,7 +229,7 @@ class Evaluating:
     patients: str = option(
         "mean",
         "how predictions of slides become that of their patient: their mean, or the largest",
-        choice(*HOW_PATIENTS),
+        choice("mean", "max"),
     )
     threshold: float | str = option(
         0.5,
@@ -300,7 +299,8 @@ def placed(trained: "ModelOptions", chosen: Inference, num_ranks: int) -> tuple[
     if tiles is None:
         tiles = ((1,) * max(2, len(size)) if len(size) != 1 else (1,),)
     if data is None:
-        others = asked.tensor * sum(prod(grid) for grid in _each(tiles, asked.stages))
+        grids = (tiles[min(stage, len(tiles) - 1)] for stage in range(asked.stages))  # the last is that of all behind
+        others = asked.tensor * sum(map(prod, grids))
         data = max(1, num_ranks // others)
     if own_sizes:
         batch_size = data
@@ -319,11 +319,6 @@ def placed(trained: "ModelOptions", chosen: Inference, num_ranks: int) -> tuple[
 
 _SAME = frozenset(each.name for each in fields(Placing)) & frozenset(each.name for each in fields(Parallel))
 _SAME -= {"tiles", "data"}  # None of which is to be chosen
-
-
-def _each(tiles: tuple[tuple[int, ...], ...], stages: int) -> tuple[tuple[int, ...], ...]:
-    """The grid of each stage: the last one is that of all that follow."""
-    return tuple(tiles[min(stage, len(tiles) - 1)] for stage in range(stages))
 
 
 def near_square(count: int, num_axes: int) -> tuple[int, ...]:

@@ -97,7 +97,6 @@ class Example:
         self._made.append(made[:, here, slice(*self._cols)])
 
     def pixels(self) -> Pixels:
-        """The picture. Raises BadImage."""
         scale, made = self._target.scale, np.moveaxis(np.concatenate(self._made, 1), 0, -1)
         image = as_rgb(self._image.read(*self._box)).repeat(scale, 0).repeat(scale, 1)
         gap = np.full((len(image), GAP_PX, 3), WHITE, np.uint8)

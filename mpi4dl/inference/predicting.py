@@ -579,11 +579,11 @@ class _ClassMaps(_Masks):
         return super()._prepare()
 
     def _opener(self, index: int) -> Callable[[Path], MappedFile]:
-        from mpi4dl.inference.class_maps import MapOptions, class_map
+        from mpi4dl.inference.class_maps import class_map
 
         images: Any = self.images
-        options = MapOptions(self.chosen.min_area, self.model.trained.in_bounds)
-        return lambda path: class_map(path, images.image(index), self.model.classes, options)
+        how = {"min_area": self.chosen.min_area, "in_bounds": self.model.trained.in_bounds}
+        return lambda path: class_map(path, images.image(index), self.model.classes, **how)
 
 
 def _require_no_maps(kind: str, of: str) -> None:

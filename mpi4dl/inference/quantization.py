@@ -13,7 +13,6 @@ from mpi4dl.comm import Refusal
 from mpi4dl.engine.precision import int8_of
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 
-INT8 = "int8"
 PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # whose weights have an output in each row
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 ATTENTION_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")

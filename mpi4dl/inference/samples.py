@@ -33,7 +33,6 @@ from mpi4dl.tasks.task import Classify, MultiLabel, Task
 COUNTED = ("accuracy", "balanced_accuracy", "f1")  # metrics of classes that follow from the confusion matrix
 CONFUSION = "confusion"
 MOST_CURVES = 10  # classes or labels; more have neither curves nor rates of their own
-HOW_PATIENTS = ("mean", "max")
 UNDEFINED = "undefined"
 
 LEAST_SAMPLES = 10  # of fewer there are too few resamples that differ
@@ -93,7 +92,6 @@ class Judging:
 
     @classmethod
     def of(cls, asked: Evaluating) -> "Judging":
-        """As options say it."""
         return cls(asked.threshold, asked.positive, asked.patients, {}, "", asked.resamples, asked.level)
 
     def place_of_positive(self, classes: Sequence[str]) -> int:
@@ -165,7 +163,6 @@ class Samples:
         return cls(first.level, first.task, first.classes, names, of, outputs, targets, first.of_patients)
 
     def members(self) -> dict[str, Tensor]:
-        """The numbers of the samples of each group."""
         return members_of(self.of)
 
     def by_patient(self, judging: Judging) -> tuple["Samples", tuple[str, ...]]:
@@ -182,7 +179,6 @@ class Samples:
 
     @property
     def binary(self) -> bool:
-        """Whether there are two classes."""
         return isinstance(self.task, Classify) and self.outputs.shape[1] == 2
 
     def _combined(self, outputs: Tensor, how: str, place: int) -> Tensor:
@@ -235,7 +231,6 @@ class Samples:
         return [Problem(self.classes[c], self.outputs[:, c], self.targets == c, best == c) for c in several]
 
     def named(self, problem: Problem, judging: Judging) -> str:
-        """The name of the class of a problem."""
         return problem.name or self.classes[judging.place_of_positive(self.classes)]
 
     def thresholds(self, judging: Judging) -> dict[str, float]:

@@ -431,7 +431,6 @@ class _Collected(ABC):
         """Look at images a second time, in another way, if that was asked for. Collective."""
 
     def add(self, seen: Prediction) -> None:
-        """Add a batch. Collective."""
         for index, error in seen.errors.items():
             self._fail(self._place(index)[0], printable(error))
         if seen.outputs is not None:

@@ -68,7 +68,6 @@ class Joined:
         self._sums[..., col : col + self._side] += made
 
     def close(self) -> None:
-        """All tiles are there."""
         self._give(len(self._covers[0]))
 
     def _give(self, stop: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from mpi4dl import datasets
 from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.datasets.split import Named
-from mpi4dl.inference.images import framed_for, open_any, open_any_slides, open_to_evaluate, require_alike
+from mpi4dl.inference.images import difference, framed_for, open_any, open_any_slides, open_to_evaluate
 from mpi4dl.inference.model import Predictor
 from mpi4dl.inference.options import (
     Evaluating,
@@ -24,7 +24,7 @@ from mpi4dl.inference.predicting import predictions_of
 from mpi4dl.inference.scoring import Scores, judging_by, score
 from mpi4dl.options.config import facts
 from mpi4dl.options.declare import from_keywords
-from mpi4dl.results.evaluations import file_of_evaluation
+from mpi4dl.results.evaluations import file_of_evaluation, require_writable
 from mpi4dl.results.formats import Record
 
 T = TypeVar("T")
@@ -103,7 +103,11 @@ class TrainedModel(Predictor):
             )
         else:
             found = self._adapted(images)
-            require_alike(self.comm, found, self.about)
+            self.comm.agree(difference(found, self.about))
+        if out is not None:
+            with self.comm.together():
+                if self.comm.rank == 0:
+                    require_writable(Path(out))
         scores = score(model, found, judging, seams=asked.seams, lpips=asked.lpips)
         if out is not None:
             file = file_of_evaluation(self.folder, Path(out), datetime.now())

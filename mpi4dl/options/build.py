@@ -165,11 +165,9 @@ class TrainingSpec:
         return tensor_styles(self.parallel)
 
     def build(self) -> nn.Module:
-        """The whole model, as `build_model`."""
         return build_model(self.config, self.num_outputs, self.channels)
 
     def model(self) -> nn.Module:
-        """The model on the meta device."""
         from mpi4dl.parallel.pipeline.split import outline
 
         return outline(self.build).train()

@@ -110,7 +110,6 @@ def default_options() -> dict[str, str]:
 
 
 def default_toml() -> str:
-    """All options with their defaults, as a TOML file."""
     return to_toml(Config())
 
 

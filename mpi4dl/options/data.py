@@ -25,7 +25,13 @@ TURNS = {"none": 1, "half": 2, "quarter": 4}  # by `rotate`: how many an image c
 def build_views(config: Config, channels: int, fit: Fit) -> tuple[datasets.View, datasets.View]:
     """How training images are shown, varied at random, and how validation images are."""
     data, all_axes = config.data, config.data.flip == "all"
-    _require_square(config, fit)
+    size = data.image_size
+    alike = size[-2:-1] == size[-1:] or FITTED[fit].own_sizes or config.model.sees_patches
+    if data.rotate == "quarter" and not alike:
+        raise ConfigError(
+            f"`rotate` quarter swaps the sides of images, and `image_size` {'x'.join(map(str, size))} is not square: "
+            "choose `rotate` half, or a square `image_size`"
+        )
     if data.stain_jitter and (channels != RGB or data.channels not in ("auto", "rgb")):
         raise ConfigError(
             f"`stain_jitter` {data.stain_jitter} is for pictures in colours, and images have {channels} channels"
@@ -51,18 +57,6 @@ def build_views(config: Config, channels: int, fit: Fit) -> tuple[datasets.View,
     common = {**common, "patch": config.model.patches, "covariates": config.slides.covariates}
     training = datasets.View(data.image_size, augmentation=augmentation, seed=config.training.seed, **common)
     return training, datasets.View(data.image_size, **common)
-
-
-def _require_square(config: Config, fit: Fit) -> None:
-    """Raise ConfigError for quarter turns of images that are not square."""
-    size = config.data.image_size
-    alike = size[-2:-1] == size[-1:] or FITTED[fit].own_sizes or config.model.sees_patches
-    if config.data.rotate != "quarter" or alike:
-        return
-    raise ConfigError(
-        f"`rotate` quarter swaps the sides of images, and `image_size` {'x'.join(map(str, size))} is not square: "
-        "choose `rotate` half, or a square `image_size`"
-    )
 
 
 def normalisation(data: Data, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:

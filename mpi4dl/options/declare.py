@@ -94,7 +94,6 @@ class Option:
 
     @property
     def flags(self) -> list[str]:
-        """The flags that give the option a value."""
         return [self.flag] if self.kind.switch is None else [self.flag, self.negation]
 
     def of(self, config: Any) -> Any:
@@ -225,25 +224,19 @@ def help_text(config_type: type, topic: str, usage: str, description: str) -> st
         raise ConfigError(f"--help {topic}: there is no group {topic}{hint}")
     common = [item for item in options_of(config_type).values() if item.brief]
     rows = {"--config FILE": "read options from a TOML file; flags override it"}
-    rows |= {_short_form(item): f"{item.brief}{_short_default(item)}" for item in common}
+    for item in common:
+        plain, shown = item.kind.metavar.partition("|")[0], item.default_shown
+        value = plain if len(plain) <= LONGEST_METAVAR and not plain.startswith("{") else "VALUE"
+        if item.kind is BOOLEAN:
+            rows[item.negation if item.default else item.flag] = item.brief
+        else:
+            rows[f"{item.flag} {value}"] = item.brief + f" [{shown}]" * (shown not in ("none", "{}", '""', ""))
     lines = [f"usage: {usage}", "", description, "", "options that most people use [default]:", *_columns(rows)]
     lines += ["", "groups of options:", *_columns({**sections, ALL: "Every option of all groups."})]
     return (
         "\n".join([*lines, "", "--help GROUP shows the options of one group, as in --help " + next(iter(sections))])
         + "\n"
     )
-
-
-def _short_form(item: Option) -> str:
-    if item.kind is BOOLEAN:
-        return item.negation if item.default else item.flag
-    plain = item.kind.metavar.partition("|")[0]
-    return f"{item.flag} {plain if len(plain) <= LONGEST_METAVAR and not plain.startswith('{') else 'VALUE'}"
-
-
-def _short_default(item: Option) -> str:
-    shown = item.default_shown
-    return "" if item.kind is BOOLEAN or shown in ("none", "{}", '""', "") else f" [{shown}]"
 
 
 def _columns(rows: Mapping[str, str]) -> list[str]:
@@ -322,20 +315,13 @@ def _shown(value: Any) -> str:
     return dump(value) if isinstance(value, bool | int | float | str | list | dict) else str(value)
 
 
-def _value_from_flag(item: Option, given: Any) -> Any:
+@contextmanager
+def _wanted(item: Option, said: str) -> Iterator[None]:
+    """A value that cannot be ends in a ConfigError that says so, and what the option must be."""
     try:
-        return item.kind.check(item.kind.read(given) if isinstance(given, str) else given)
-    except ValueError:
-        raise ConfigError(f"{item.flag} is {quoted(given, LONGEST_VALUE)}, but must be {item.kind.wanted}") from None
-
-
-def _value_from_file(item: Option, raw: Any, file: str) -> Any:
-    try:
-        return item.kind.check(raw)
-    except ValueError:
-        found = f"{_shown(raw)} ({_type_name(raw)})"
-        message = f"{file}: {item.public} in [{item.section}] is {found}, but must be {item.kind.wanted}"
-        raise ConfigError(message) from None
+        yield
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{said}, but must be {item.kind.wanted}") from None
 
 
 def _short(text: str, most: int = 60) -> str:
@@ -375,7 +361,8 @@ def _values_from_tables(tables: Mapping[str, Any], options: dict[str, Option], p
         for key, raw in table.items():
             name = str(by_name.get(key, key))
             if name in allowed and allowed[name].section == section:
-                values[name] = _value_from_file(allowed[name], raw, path)
+                with _wanted(allowed[name], f"{path}: {key} in [{section}] is {_shown(raw)} ({_type_name(raw)})"):
+                    values[name] = allowed[name].kind.check(raw)
             elif name in allowed:
                 raise ConfigError(f"{path}: the key {key} belongs in [{allowed[name].section}], not [{section}]")
             elif name in options:
@@ -410,7 +397,9 @@ def parse_options(config_type: type[T], argv: Sequence[str], usage: str, descrip
     values: dict[str, Any] = {}
     if file is not None:
         values = _values_from_tables(tables_of_file(file, "--config"), options, file)
-    values |= {name: _value_from_flag(options[name], text) for name, text in flags.items() if name in options}
+    for item, given in ((options[name], given) for name, given in flags.items() if name in options):
+        with _wanted(item, f"{item.flag} is {quoted(given, LONGEST_VALUE)}"):
+            values[item.name] = item.kind.check(item.kind.read(given) if isinstance(given, str) else given)
     values = _with_preset(config_type, options, values)
     return _made(config_type, options, values)
 
@@ -472,12 +461,8 @@ def with_options(config: T, values: Mapping[str, str]) -> T:
     found = {}
     for item in options_of(type(config)).values():
         if item.name in values:
-            try:
+            with _wanted(item, f"`{item.name}` is {quoted(values[item.name], LONGEST_VALUE)}"):
                 found[item.name] = item.kind.check(tomllib.loads(f"value = {values[item.name]}")["value"])
-            except (ValueError, RecursionError):
-                raise ConfigError(
-                    f"`{item.name}` is {quoted(values[item.name], LONGEST_VALUE)}, but must be {item.kind.wanted}"
-                ) from None
     return with_values(config, found)
 
 
@@ -492,7 +477,6 @@ def with_values(config: T, values: Mapping[str, Any]) -> T:
 
 
 def value_of(config: Any, name: str) -> Any:
-    """The value of the option of this name."""
     return options_of(type(config))[name].of(config)
 
 

@@ -110,7 +110,7 @@ ANGLE = number("a number of degrees from 0 to 180", lambda x: 0 <= x <= 180)
 
 
 def _range(value: Any) -> tuple[float, float]:
-    low, high = (POSITIVE.check(float(each) if isinstance(each, str) else each) for each in _entries(value))
+    low, high = _several(value, POSITIVE)
     if low > high:
         raise ValueError
     return low, high
@@ -155,43 +155,12 @@ def _entries(value: Any) -> list[Any]:
     return [*value] if type(value) in (list, tuple) else [value]
 
 
-def per_channel(kind: Kind, *words: str) -> Kind:
-    """One of these words, a number of this kind for all channels, or one for each."""
-
-    def check(value: Any) -> Any:
-        if value in words:
-            return value
-        found = tuple(kind.check(float(each) if isinstance(each, str) else each) for each in _entries(value))
-        if not found:
-            raise ValueError
-        return found
-
-    def raw(value: Any) -> Any:
-        return value if isinstance(value, str) else value[0] if len(value) == 1 else ",".join(map(repr, value))
-
-    wanted = f"{kind.wanted}, one for each channel such as 0.4,0.5,0.6, or {', '.join(words)}"
-    return Kind(wanted, "X,...", check, raw=raw)
-
-
-MEANS = per_channel(NUMBER, "imagenet", "half")
-DEVIATIONS = per_channel(POSITIVE, "imagenet", "half")
-
-
-def _channels(value: Any) -> Any:
-    if value in ("auto", "rgb", "all"):
-        return value
-    found = tuple(COUNT.check(int(each) if isinstance(each, str) else each) for each in _entries(value))
+def _several(value: Any, kind: Kind) -> tuple[Any, ...]:
+    """One value of this kind, or some, of text too."""
+    found = tuple(kind.check(kind.read(each) if isinstance(each, str) else each) for each in _entries(value))
     if not found:
         raise ValueError
     return found
-
-
-CHANNELS = Kind(
-    "auto, rgb, all, or numbers of channels such as 4,3,2, counted from 1",
-    "{auto,rgb,all}|N,...",
-    _channels,
-    raw=lambda value: value if isinstance(value, str) else ",".join(map(str, value)),
-)
 
 
 def choice(*choices: str, switch: tuple[str, str] | None = None) -> Kind:
@@ -252,6 +221,32 @@ def either(kind: Kind, *words: str) -> Kind:
         read=lambda text: text if text in words else kind.read(text),
         raw=lambda value: value if isinstance(value, str) else kind.raw(value),
     )
+
+
+def per_channel(kind: Kind, *words: str) -> Kind:
+    """One of these words, a number of this kind for all channels, or one for each."""
+    return either(
+        Kind(
+            f"{kind.wanted}, one for each channel such as 0.4,0.5,0.6",
+            "X,...",
+            lambda value: _several(value, kind),
+            raw=lambda found: found[0] if len(found) == 1 else ",".join(map(repr, found)),
+        ),
+        *words,
+    )
+
+
+MEANS = per_channel(NUMBER, "imagenet", "half")
+DEVIATIONS = per_channel(POSITIVE, "imagenet", "half")
+CHANNELS = either(
+    Kind(
+        "numbers of channels such as 4,3,2, counted from 1",
+        "N,...",
+        lambda value: _several(value, COUNT),
+        raw=lambda found: ",".join(map(str, found)),
+    ),
+    *("auto", "rgb", "all"),
+)
 
 
 def _joined(numbers: Sequence[int]) -> str:
@@ -375,7 +370,7 @@ WEIGHTS = either(
     Kind(
         "a number of at least 0 for each class, such as 1,2.5",
         "X,...",
-        lambda value: tuple(NOT_NEGATIVE.check(float(each)) for each in _entries(value)),
+        lambda value: _several(value, NOT_NEGATIVE),
         raw=lambda weights: ",".join(repr(weight).removesuffix(".0") for weight in weights),
     ),
     "balanced",

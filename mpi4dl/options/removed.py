@@ -16,6 +16,7 @@ REMOVED = {
     "deterministic": _AS_IN_TRAINING,
     "dry-run": "leave it out: a folder that holds other files is not written",
     "experts": "leave it out: every rank of --replicas has all experts",
+    "features-out": "use mpi4dl embed --weights RUN --out FOLDER",
     "formats": "use `datasets.slides.compose.Cohort` in Python",
     "head-seconds": _FIXED,
     "idle-seconds": _FIXED,
@@ -34,6 +35,7 @@ REMOVED = {
     "prompt-file": 'use --prompt "$(cat FILE)"',
     "prompt-tokens": "run mpi4dl generate RUN --max-tokens N after the training",
     "rank-gflops": "leave it out, or describe the machine by --machine",
-    "report-seconds": "leave it out: the server reports every minute",
+    "report-seconds": "leave it out: GET /metrics says how the server does",
     "token-folder": "leave it out: tokens are in the folder tokens beside the run",
+    "verbose": "leave it out, or start python with -X importtime",
 }

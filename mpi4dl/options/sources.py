@@ -33,7 +33,7 @@ from mpi4dl.geometry import Box
 from mpi4dl.models.registry import page_of, require_known, with_defaults
 from mpi4dl.options.config import Config, ConfigError, Slides
 from mpi4dl.options.data import build_augment, build_mixup, build_views
-from mpi4dl.options.declare import with_values
+from mpi4dl.options.declare import value_of, with_values
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.parts import call, is_own, load
 from mpi4dl.tasks.task import TASKS
@@ -46,6 +46,10 @@ if TYPE_CHECKING:
 BoxesOf = Callable[[int], Sequence[Box]]
 
 FILE_OPTIONS = ("folds", "split_file", "slide_column", "patient_column", "annotation_column", "weight_column")
+OF_PIXELS = (
+    *("rotate", "rotate_degrees", "scale", "stain_jitter", "stain_norm", "leave_out", "random_crop", "jitter", "mixup"),
+    *("transforms", "augment", "stream", "stages"),
+)
 FOLDS = "folds.csv"  # in the folder of the runs of all folds: which samples are in which
 FEATURES_MODEL = "features"  # how files of a run name the model that has no encoder
 LOOKED_AT = 8  # images, for their sizes
@@ -720,26 +724,11 @@ class FeatureSource(SlideSource):
         Raises:
             ConfigError: options that would change patches, or need their pixels.
         """
-        config, data, parallel, chosen = self._config, self.data, self._config.parallel, self.slides
+        config, chosen = self._config, self.slides
         super().prepared()
-        asked = {
-            "rotate": data.rotate != "none",
-            "rotate_degrees": data.rotate_degrees,
-            "scale": data.scale != (1.0, 1.0),
-            "stain_jitter": data.stain_jitter,
-            "stain_norm": chosen.stain_norm != "none",
-            "leave_out": chosen.leave_out != (),
-            "random_crop": data.random_crop,
-            "jitter": data.jitter,
-            "mixup": data.mixup,
-            "transforms": data.transforms is not None,
-            "augment": data.augment != (),
-            "stream": parallel.stream is not None,
-            "stages": parallel.stages > 1,
-            "fit": not self.may_pad,
-            "task": bool(files_of(data.task)),
-        }
-        wrong = next((name for name, given in asked.items() if given), None)
+        asked = [name for name in OF_PIXELS if value_of(config, name) != value_of(Config(), name)]
+        asked += ["fit"] * (not self.may_pad) + ["task"] * bool(files_of(config.data.task))
+        wrong = next(iter(asked), None)
         if wrong is not None:
             raise ConfigError(
                 f"`{wrong}` is for models that see pixels, and `features` {chosen.features} has none: leave it out"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator
-from mpi4dl.comm.exchange import once_differentiable
+from mpi4dl.comm.exchange import LocalFunction, once_differentiable
 from mpi4dl.comm.packing import Piece
 from mpi4dl.geometry import even_cuts
 from mpi4dl.parallel.spatial.alignment import align
@@ -54,7 +54,7 @@ class Traffic(NamedTuple):
         return Traffic(self.receives, self.sends)
 
 
-class Travel(torch.autograd.Function):
+class Travel(LocalFunction):
     """Rows (sum of sends, C) to those that come (sum of receives, C), with numbers beside them; gradients go back."""
 
     @staticmethod
@@ -192,7 +192,7 @@ class ExpertPlacement:
         return found
 
 
-class _Nothing(torch.autograd.Function):
+class _Nothing(LocalFunction):
     """The result of experts without tokens: zeros.
 
     Without a graph behind it this rank would not take part when gradients travel back.

@@ -46,6 +46,7 @@ from mpi4dl.parallel.replicas.parameter_sums import (
 )
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.halo import gather, gather_axes
+from mpi4dl.parallel.spatial.rules import custom_functions
 from mpi4dl.parallel.spatial.rules.hooks import FunctionOfShares, whole_gradient, whole_gradients
 from mpi4dl.parallel.spatial.sharding import from_tile, shard, spread_evenly
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, guards, in_arguments, local_part, refusal
@@ -454,7 +455,7 @@ class _Border(TorchFunctionMode):
     def apply(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A `torch.autograd.Function` of the user's within this pass."""
         args, kwargs = in_arguments(args, kwargs, self._within)
-        result = APPLY.__get__(None, function)(*args, **kwargs)
+        result = custom_functions.apply(function, *args, **kwargs)
         self._note(result)
         return result
 
@@ -523,8 +524,15 @@ def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Te
     """`torch.autograd.grad`, where kept tensors may be among outputs and inputs."""
     (outputs, *options), named = in_arguments((outputs, *args), kwargs, outside)
     inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    with torch._C.DisableTorchFunctionSubclass():
-        found = torch.autograd.grad(outputs, [local_part(x) for x in inputs], *options, **named)
+    within = [local_part(x) for x in inputs]
+    kept = [x for x in within if isinstance(x, KeptTensor)]
+    for x in kept:  # what the backward pass calls is asked about all other tensors
+        x.__class__ = Tensor  # type: ignore[assignment]
+    try:
+        found = torch.autograd.grad(outputs, within, *options, **named)
+    finally:
+        for x in kept:
+            x.__class__ = KeptTensor
     return tuple(g if g is None else _whole_gradient(x, g) for x, g in zip(inputs, found, strict=True))
 
 
@@ -563,19 +571,13 @@ def _now(x: Tensor) -> Tensor:
     return outside(x) if torch._C._current_graph_task_id() < 0 else _plain(x)
 
 
-APPLY = vars(torch.autograd.Function)["apply"]  # a class method, of Python or, since PyTorch 2.15, of C
-
-
-OF_CHECKPOINTS = getattr(torch.utils.checkpoint, "_NoopSaveInputs", None)  # before PyTorch 2.13: it computes nothing
-
-
 def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     """`torch.autograd.Function.apply`, which asks no tensor: it would go past kept ones, and a forward pass."""
-    if function.__module__.startswith("mpi4dl.") or function is OF_CHECKPOINTS:
-        return APPLY.__get__(None, function)(*args, **kwargs)
+    if function is custom_functions.SAVING_INPUTS:
+        return custom_functions.apply(function, *args, **kwargs)
     if running_forward:
         return running_forward[-1].apply(function, args, kwargs)
-    return APPLY.__get__(None, function)(*(_now(x) if isinstance(x, Tensor) else x for x in args), **kwargs)
+    return custom_functions.apply(function, *(_now(x) if isinstance(x, Tensor) else x for x in args), **kwargs)
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ model = assembly.hold(num_outputs, channels)   built, cut by the plan, on the de
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,14 +62,9 @@ class ModelAssembly:
         with self.comm.together((ValueError, TypeError)):
             return hold_model(TrainingSpec(self.config, num_outputs, channels), self.plan, self.comm, self.device)
 
-    @contextmanager
-    def running(self, num_outputs: int, channels: int) -> Iterator[None]:
+    def running(self, num_outputs: int, channels: int) -> AbstractContextManager[None]:
         """Run the model in here: operators without a rule are gathered or refused, and errors name the model."""
-        with (
-            without_rules(self.config.parallel),
-            blaming_the_model(TrainingSpec(self.config, num_outputs, channels), self.plan),
-        ):
-            yield
+        return blaming_the_model(TrainingSpec(self.config, num_outputs, channels), self.plan)
 
 
 def prints_of(config: Config, own: Collection[str] = tuple(OWN_PARTS)) -> dict[tuple[str, str], str | None]:
@@ -185,7 +180,8 @@ def _cut_model(spec: TrainingSpec, plan: Plan, comm: Communicator, device: torch
 def blaming_the_model(spec: TrainingSpec, plan: Plan) -> Iterator[None]:
     """Train in here: errors of operators without a rule, or that the plain model makes too, become a Refusal."""
     try:
-        yield
+        with without_rules(spec.parallel):
+            yield
     except Refusal:
         raise
     except DatasetError as problem:  # no model's fault: a package that reads such images is not installed

@@ -139,7 +139,6 @@ class RunFolder:
 
     @property
     def metrics_bytes(self) -> int:
-        """How long metrics.jsonl is."""
         path = self.path / METRICS
         return path.stat().st_size if path.exists() else 0
 

@@ -196,7 +196,6 @@ class RunSamples(NamedTuple):
 
 
 def _names_of_labels(whole: Any) -> list[str]:
-    """The columns of labels."""
     form = FORMS.get(getattr(whole, "labels_of", None) or "")
     if form is None or not (form.columns or form.named_by_column):
         return ["label"]

@@ -6,7 +6,7 @@ main thread of others    follow:                                 the same step
 """
 
 import pickle
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -54,17 +54,12 @@ class Event:
 
 @dataclass(frozen=True)
 class Stats:
-    """Running requests, and totals since the start. `pages_used` are those of running requests."""
+    """Running requests, and the steps since the start. `pages_used` are those of running requests."""
 
     waiting: int
     running: int
     pages_used: int
     pages_total: int
-    tokens_generated: int = 0
-    prompt_tokens_done: int = 0
-    prompts_done: int = 0
-    requests_done: int = 0
-    requests_cancelled: int = 0
     steps: int = 0
 
 
@@ -268,10 +263,6 @@ def portions_of(running: Sequence[Running], chunk: int, num_rows: int) -> list[t
     return found
 
 
-NOTE_BYTES = 4096  # a step is announced in one message, if it is not longer
-LENGTH_BYTES = 8
-
-
 class Batcher:
     """Generates text for many requests at once, by the model that `stages` lays over the ranks of `comm`. Collective.
 
@@ -326,7 +317,7 @@ class Batcher:
         self._stopping = self._drains = False
         self._next_id = 0
         self._running: list[Running] = []
-        self._counts: Counter[str] = Counter()  # of `Stats`
+        self._steps = 0
         self._stats = self._new_stats()
 
     def submit(self, prompt_tokens: Sequence[int], sampling: Sampling, on_event: OnEvent) -> int:
@@ -407,7 +398,7 @@ class Batcher:
 
     def _new_stats(self) -> Stats:
         used, total = sum(self._pages_used), self._num_pages * len(self._pages_used)
-        return Stats(len(self._waiting), len(self._running), used, total, **self._counts)
+        return Stats(len(self._waiting), len(self._running), used, total, self._steps)
 
     def _admit(self) -> bool:
         """Wait for something to do; let requests leave and join. Whether there is a step to make; else all is over."""
@@ -434,7 +425,6 @@ class Batcher:
         self._cancelled.clear()
         for request in gone:
             self._remove(request)
-        self._counts["requests_cancelled"] += len(gone)
         return gone
 
     def _remove(self, request: Running) -> None:
@@ -468,16 +458,10 @@ class Batcher:
             # One by one: a sum over one row alone is divided among threads, and one over each of several is not.
             events = [(request, request.take(own.double())) for request, own in zip(wanting, found, strict=True)]
         with self._lock:
-            for request, portion in step:
-                if portion.start < request.num_prompt:
-                    self._counts["prompt_tokens_done"] += len(portion.tokens)
-                    self._counts["prompts_done"] += portion.wants
             for request, event in events:
                 if event.finish_reason is not None:
                     self._remove(request)
-                    self._counts["requests_done"] += 1
-            self._counts["tokens_generated"] += len(events)
-            self._counts["steps"] += 1
+            self._steps += 1
             self._stats = self._new_stats()
         for request, event in events:
             request.on_event(event)
@@ -490,22 +474,12 @@ class Batcher:
 
     def _tell(self, step: tuple[Sequence[TokenPortion], Sequence[int]] | None) -> None:
         """Say to all other ranks what is in the step, and who has ended, or that the last step is over."""
-        if self.comm.size == 1:
-            return
-        said = pickle.dumps(None if step is None else ([tuple(portion) for portion in step[0]], step[1]))
-        note = bytearray(max(NOTE_BYTES, LENGTH_BYTES + len(said)))
-        note[: LENGTH_BYTES + len(said)] = len(said).to_bytes(LENGTH_BYTES, "little") + said
-        whole = torch.frombuffer(note, dtype=torch.uint8)
-        self.comm.broadcast(whole[:NOTE_BYTES])
-        if len(whole) > NOTE_BYTES:
-            self.comm.broadcast(whole[NOTE_BYTES:])
+        if self.comm.size > 1:
+            said = torch.frombuffer(bytearray(pickle.dumps(step)), dtype=torch.uint8)
+            self.comm.broadcast(torch.tensor([len(said)]))
+            self.comm.broadcast(said)
 
     def _hear(self) -> tuple[list[TokenPortion], list[int]] | None:
-        """The message of rank 0."""
-        note = self.comm.broadcast(torch.empty(NOTE_BYTES, dtype=torch.uint8))
-        length = int.from_bytes(note[:LENGTH_BYTES].numpy().tobytes(), "little")
-        rest = LENGTH_BYTES + length - NOTE_BYTES
-        if rest > 0:
-            note = torch.cat([note, self.comm.broadcast(torch.empty(rest, dtype=torch.uint8))])
-        said = pickle.loads(note[LENGTH_BYTES : LENGTH_BYTES + length].numpy().tobytes())
-        return None if said is None else ([TokenPortion(*portion) for portion in said[0]], said[1])
+        length = self.comm.broadcast(torch.empty(1, dtype=torch.int64))
+        said = self.comm.broadcast(torch.empty(int(length), dtype=torch.uint8))
+        return pickle.loads(said.numpy().tobytes())

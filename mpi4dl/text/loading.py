@@ -1,10 +1,10 @@
 """A trained model from the folder of its run, over ranks, with weights of 16, 8 or 4 bits."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +17,12 @@ from mpi4dl.engine.precision import int8_of
 from mpi4dl.models.experts import Experts
 from mpi4dl.options.declare import ConfigError
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
-from mpi4dl.runs.description import FoundWeights, RunOptions, find_weights, folder_of, hold_trained
+from mpi4dl.runs.description import FoundWeights, find_weights, folder_of, hold_trained
 from mpi4dl.text.batcher import Batcher
 from mpi4dl.text.options import Batching, Ranks
-from mpi4dl.text.products import ROWS_OF_PRODUCTS, exchange, pack_weights
+from mpi4dl.text.products import ROWS_OF_PRODUCTS, ReplacedWeight, exchange, pack_weights
 from mpi4dl.training.texts import TOKENIZER
+from mpi4dl.training.trained import ModelOptions
 
 # Weights of fewer bits, for generation: bfloat16, or 8 or 4 bits of the matrices of linear layers and experts.
 #
@@ -36,35 +37,7 @@ GROUP = 32  # inputs that share a scale in 4 bits
 OUTPUTS = 16  # of which PyTorch takes multiples, in 4 bits
 
 
-class Quantized(Tensor):
-    """A replacement of a floating-point tensor, for the functions of `uses` alone."""
-
-    uses: ClassVar[Mapping[Any, Callable[..., Any]]] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        raise NotImplementedError
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if function in cls.uses:
-            return cls.uses[function](*args, **kwargs or {})
-        if function in (Tensor.view_as, Tensor.detach):
-            return args[0]
-        return super().__torch_function__(function, types, args, kwargs or {})
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if function is torch.ops.aten.detach.default:
-            return args[0]
-        raise TypeError(f"{function} of a {cls.__name__}: only the layer whose weight it is can use it")
-
-
-class QuantizedWeight(Quantized):
+class QuantizedWeight(ReplacedWeight):
     """A matrix (outputs, inputs) of integers, to be multiplied with by F.linear and not to be looked at otherwise."""
 
     bits: int
@@ -79,7 +52,6 @@ class QuantizedWeight(Quantized):
 
     @classmethod
     def of(cls, weight: Tensor, bits: int) -> "QuantizedWeight":
-        """The nearest matrix of so many bits."""
         weight = weight.detach().float()
         if bits == 8:
             numbers, scales = int8_of(weight)
@@ -95,11 +67,11 @@ class QuantizedWeight(Quantized):
         return cls(weight.shape, bits, packed, scales.transpose(0, 1).contiguous())
 
     @property
-    def num_bytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]
         return self.packed.nbytes + self.scales.nbytes
 
 
-class QuantizedExperts(Quantized):
+class QuantizedExperts(ReplacedWeight):
     """The matrices (E, outputs, inputs) of experts, to be taken apart by `unbind` and not to be looked at otherwise."""
 
     matrices: tuple[QuantizedWeight, ...]
@@ -114,17 +86,11 @@ class QuantizedExperts(Quantized):
 
     @classmethod
     def of(cls, weight: Tensor, bits: int) -> "QuantizedExperts":
-        """The nearest matrices of so many bits."""
         return cls([QuantizedWeight.of(matrix, bits) for matrix in weight.detach()])
 
     @property
-    def num_bytes(self) -> int:
-        return sum(matrix.num_bytes for matrix in self.matrices)
-
-
-def bytes_of(weight: Tensor) -> int:
-    """The memory of a weight of whatever precision."""
-    return weight.num_bytes if isinstance(weight, Quantized) else weight.nbytes
+    def nbytes(self) -> int:  # type: ignore[override]
+        return sum(matrix.nbytes for matrix in self.matrices)
 
 
 def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
@@ -191,14 +157,14 @@ def _matrices_of(module: nn.Module) -> tuple[str, ...]:
 class Trained:
     """The results of a run: its options, its tokenizer, and where its weights are."""
 
-    run: RunOptions
+    run: ModelOptions
     tokenizer: Tokenizer
     found: FoundWeights
 
     @property
     def context(self) -> int:
         """How many tokens the model can look at."""
-        return int(self.run.model.model_options.get("context", self.run.source.tokens))
+        return int(self.run.options.get("context", self.run.source.tokens))
 
     @property
     def separator(self) -> int | None:
@@ -220,7 +186,7 @@ def find_trained(comm: Communicator, source: Path, trust_code: bool = False) -> 
         return _find_pretrained(comm, source)
     folder = folder_of(comm, source)
     with comm.together((ValueError, OSError)):
-        run = RunOptions.read(folder)
+        run = ModelOptions.of_run(folder)
         chosen, of_text = run.source.data, run.source.of_text
         if not of_text or chosen.task not in ("auto", "language"):
             trained_on = "masked tokens" if of_text else "images"
@@ -236,7 +202,7 @@ def _find_pretrained(comm: Communicator, source: Path) -> Trained:
         options = checkpoint.options
         tokenizer = PretrainedTokenizer(source / TOKENIZER, options["vocabulary"], checkpoint.end)
         named = {"model": "gpt", "model_options": options, "text": str(source), "context": options["context"]}
-    return Trained(RunOptions.of(named), tokenizer, FoundWeights(source, ()))
+    return Trained(ModelOptions().with_values(named), tokenizer, FoundWeights(source, ()))
 
 
 def hold_text_model(
@@ -247,7 +213,8 @@ def hold_text_model(
     Raises:
         Refusal: on all ranks: the plan does not fit to the number of ranks or to the model, or the weights are not its.
     """
-    assembly = trained.run.assemble(comm, ranks.instead_of(trained.run.parallel, threads))
+    placed = trained.run.with_values(ranks.instead_of(trained.run, threads))
+    assembly = placed.assemble(comm, ("model",))
     stages, remarks = hold_trained(assembly, trained.found, trained.tokenizer.vocabulary, 0)
     with comm.together((ValueError,)):
         lower_weights(stages, ranks.precision)

@@ -109,7 +109,6 @@ class CacheStep:
         self.looks: list[Look] = []
 
     def begin(self, portions: Sequence[TokenPortion], packed: Packed) -> None:
-        """A step with these portions begins."""
         self.positions = packed.positions.to(self.device)
         self.looks = [
             self._look(portion, columns)
@@ -144,7 +143,6 @@ class LayerCache:
 
     @property
     def num_pages(self) -> int:
-        """How many pages of memory there are now."""
         return sum(memory.shape[2] for memory in self._memory.values()) // self._step.page_size
 
     def forget(self, request: int) -> None:
@@ -282,7 +280,6 @@ class PagedModel:
         return logits[tuple(torch.tensor(wanting).T)]
 
     def _context(self) -> AbstractContextManager[Any]:
-        """What surrounds the forward passes of a step."""
         return nullcontext() if self._num_tokens <= self._rows_alike else RowsApart()
 
     def _wanted(self, head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

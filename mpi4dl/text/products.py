@@ -4,9 +4,9 @@ import math
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -40,10 +40,33 @@ ONE_THREAD = 16384  # elements, which no threads share yet
 INEXACT = {F.gelu, F.silu, torch._C._nn.silu, torch.sigmoid, Tensor.sigmoid, Tensor.cos, Tensor.sin}
 
 
-class PackedWeight(Tensor):
+class ReplacedWeight(Tensor):
+    """A replacement of a floating-point tensor, for the functions of `uses` alone."""
+
+    uses: ClassVar[Mapping[Any, Callable[..., Any]]] = {}
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function in cls.uses:
+            return cls.uses[function](*args, **kwargs or {})
+        if function in (Tensor.view_as, Tensor.detach):  # as layers that are cut over ranks look at it
+            return args[0]
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return args[0]
+        raise TypeError(f"{function} of a {cls.__name__}: only the layer whose weight it is can use it")
+
+
+class PackedWeight(ReplacedWeight):
     """A float32 matrix (outputs, inputs), packed for F.linear, which then gives a row the same bits in any number.
 
-    All other functions see the plain matrix, which is unpacked for them; what they write into it is packed again.
     `fewest_rows` was found for this number of `threads`.
     """
 
@@ -55,66 +78,27 @@ class PackedWeight(Tensor):
     @staticmethod
     def __new__(cls, weight: Tensor) -> "PackedWeight":
         self = Tensor._make_wrapper_subclass(cls, tuple(weight.shape), dtype=weight.dtype, device=weight.device)
-        self.pack(weight)
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), BLOCK)
         self.fewest_rows, self.threads = ROWS_OF_PRODUCTS, 0
         self._is_param = True  # as nn.Parameter(self) would do, which imports modules of PyTorch for seconds
         return self
-
-    def pack(self, weight: Tensor) -> None:
-        """Take these values."""
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), BLOCK)
 
     def plain(self) -> Tensor:
         """The values as an ordinary tensor, a copy."""
         return self.packed.to_dense()
 
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if function is F.linear:
-            return linear(*args, **kwargs or {})
-        if function is Tensor.view_as and args[0].shape == args[1].shape:
-            return args[0]  # as layers that are cut over ranks look at it
-        if function in (Tensor.__deepcopy__, Tensor.__reduce_ex__, Tensor.numpy, Tensor.tolist):
-            return function(args[0].plain(), *args[1:], **kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():  # whose results would become of this class, too
-            return function(*args, **kwargs or {})
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if function is torch.ops.aten.detach.default:
-            return args[0]
-        whole = [_plain(each) for each in args]
-        found = function(*whole, **{name: _plain(each) for name, each in (kwargs or {}).items()})
-        if function._schema.is_mutable and isinstance(args[0], PackedWeight):
-            args[0].pack(whole[0])
-            return args[0]
-        return found
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return value.plain() if isinstance(value, PackedWeight) else value
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W' + b, where one of the three is packed: by the packed product where that has no gradient to take."""
-    if (
-        not isinstance(weight, PackedWeight)
-        or x.dtype is not weight.dtype
-        or (torch.is_grad_enabled() and x.requires_grad)
-    ):
-        return F.linear(_plain(x), _plain(weight), _plain(bias))
+def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """x W' + b by the packed product."""
     rows = x.reshape(-1, x.shape[-1])
     if weight.fewest_rows <= rows.shape[0] <= BLOCK:
         found = _multiply(rows, weight, bias)
     else:
         found = torch.cat([_padded(block, weight, bias) for block in rows.split(BLOCK)])
     return found.view(*x.shape[:-1], found.shape[-1])
+
+
+PackedWeight.uses = {F.linear: linear}
 
 
 def _padded(rows: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
@@ -187,7 +171,7 @@ def exchange(
     for module, name, before in places:
         if id(before) not in known:
             after = known[id(before)] = instead(before)
-            if after is not before and here[id(before)] == everywhere[id(before)]:
+            if type(before) is nn.Parameter and after is not before and here[id(before)] == everywhere[id(before)]:
                 before.data = before.data.new_empty(0)  # now, so that there are never two of all
         module._parameters[name] = known[id(before)]
     for group in stages.together:

@@ -4,7 +4,7 @@ import platform
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from mpi4dl import datasets
 from mpi4dl._files import Replacement, naming
@@ -24,6 +24,7 @@ from mpi4dl.runs.samples import RunSamples
 from mpi4dl.runs.stopping import HangTimeout
 
 Pair = tuple[Named, Named]
+Opened = TypeVar("Opened", bound=tuple[Named, ...])
 
 
 class Images(NamedTuple):
@@ -124,37 +125,34 @@ def open_together(comm: Communicator, source: str | Path, **options: Any) -> Pai
     return shared(comm, lambda: datasets.open(source, **options))
 
 
-def shared(comm: Communicator, open_pair: Callable[[], Pair]) -> Pair:
-    """The training and validation images that `open_pair` finds on rank 0, on all ranks. Collective.
+def shared(comm: Communicator, opened: Callable[[], Opened]) -> Opened:
+    """The parts of images, such as those that train and validate, that are `opened` on rank 0, on all. Collective.
 
     Files are listed once, and each rank takes the print of some, by which all know them again. Each rank reads data in
     memory, and all compare it.
     """
     kinds = (ValueError, OSError)
-    pair: Pair | None = None
+    first: list[Opened] = []
     with comm.together(kinds):
-        if comm.rank == 0:
-            pair = open_pair()
+        first += [opened()] if comm.rank == 0 else []
     if comm.size == 1:
-        assert pair is not None
-        return pair
-    found = comm.broadcast_object(None if pair is None or _arrays(pair) else pair)
+        return first[0]
+    found = comm.broadcast_object(first if first and not _arrays(first[0]) else [])
     with comm.together(kinds):
-        pair = pair or found or open_pair()
-    assert pair is not None
+        parts = (first or found or [opened()])[0]
     who = f"on rank {comm.rank} ({platform.node()})"
-    digests = comm.broadcast_object([array.digest() for array in _arrays(pair)])
+    digests = comm.broadcast_object([array.digest() for array in _arrays(parts)])
     with comm.together(kinds):
-        if [array.digest() for array in _arrays(pair)] != digests:
+        if [array.digest() for array in _arrays(parts)] != digests:
             raise datasets.DatasetError(f"the images {who} are not those of rank 0: all ranks must see the same files")
-    for folder in (files for whole in wholes(pair) for files in whole.lists()):
+    for folder in (files for whole in wholes(parts) for files in whole.lists()):
         with comm.together(kinds):
             mine = folder.prints(slice(comm.rank, None, comm.size), who)
         prints: list[int | None] = [None] * len(folder)
         for rank, theirs in enumerate(comm.all_gather_object(mine)):
             prints[rank :: comm.size] = theirs
         folder.expect(prints)
-    return pair
+    return parts
 
 
 def measure_stains(
@@ -225,8 +223,8 @@ def _each(comm: Communicator, open_pair: Callable[[], Pair]) -> Pair:
     return pair
 
 
-def _arrays(pair: Pair) -> list[Any]:
-    return [whole for whole in wholes(pair) if whole.in_memory]
+def _arrays(parts: Sequence[Named]) -> list[Any]:
+    return [whole for whole in wholes(parts) if whole.in_memory]
 
 
 def _describe(

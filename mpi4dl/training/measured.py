@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4dl._files import make_folder, read_regular, write_durably
 from mpi4dl._numbers import parse_json
-from mpi4dl._palette import BLUE, ORANGE
 from mpi4dl._progress import Tell
 from mpi4dl._wording import counted, to_install
 from mpi4dl.estimate.plan_options import Measuring
@@ -105,7 +104,6 @@ class Record:
         return median([turn[name] for turn in self.turns] or [0.0])
 
     def row(self) -> dict[str, Any]:
-        """A line of the CSV file."""
         found = {name: self.median(name) for name in self.turns[0]} if self.turns else {}
         told = {"turns": len(self.turns), "failure": self.failure, "command": shlex.join(self.command)}
         return {**asdict(self), **found, **told}
@@ -154,41 +152,17 @@ def measured(
     for n, each in records.items():
         speed, num_bytes = each.median("samples_per_second"), int(each.median("peak_bytes"))
         found[n - 1] = plans[n - 1]._replace(measured=Measurement(speed, num_bytes, each.failure))
-    publish(records, Path(how.measure_folder))
+    publish(Path(how.measure_folder))
     return found
 
 
-def publish(records: Mapping[int, Record], folder: Path) -> None:
-    """Write plans.csv, a line of each record in the folder, and with matplotlib plans.png of these."""
+def publish(folder: Path) -> None:
     rows = []
     for path in folder.glob("*.json"):
         with suppress(OSError, ValueError, TypeError, KeyError):
             rows.append(Record(**parse_json(read_regular(path))).row())
     rows.sort(key=lambda row: -row.get("samples_per_second", 0.0))
     write_durably(folder / "plans.csv", table(COLUMNS, rows))
-    with suppress(ImportError):
-        draw({n: each for n, each in records.items() if each.turns}, folder / "plans.png")
-
-
-def draw(records: Mapping[int, Record], path: Path) -> None:
-    """A PNG of speed over memory: measured plans by their numbers, with a line to their estimates."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure((8.0, 5.0), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for n, each in records.items():
-        sizes = [num_bytes / 2**20 for num_bytes in (each.estimated_bytes, each.median("peak_bytes"))]
-        speeds = [each.estimated_samples_per_second, each.median("samples_per_second")]
-        axes.plot(sizes, speeds, color="0.8", linewidth=1, zorder=1)
-        axes.plot(sizes[:1], speeds[:1], "o", color=ORANGE, markerfacecolor="white", label="estimated")
-        axes.plot(sizes[1:], speeds[1:], "o", color=BLUE, label="measured")
-        axes.annotate(str(n), (sizes[1], speeds[1]), (5, 5), textcoords="offset points")
-    axes.set(xlabel="memory of the rank that needs most (MiB)", ylabel="samples a second", ylim=(0, None))
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[:2], labels[:2])
-    figure.savefig(path, dpi=150)
 
 
 def launcher(ranks: int) -> list[str]:

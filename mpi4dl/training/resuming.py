@@ -71,15 +71,8 @@ class Origin(NamedTuple):
     is_named: bool = True
 
 
-def find_origin(comm: Communicator, run: Run, model: str) -> Origin:
-    """The origin of a run of this model by `resume` and `run_folder` of rank 0. Collective.
-
-    Raises Refusal for what is not there.
-    """
-    return comm.from_first(lambda: _find(run, model, datetime.now()), (ConfigError, OSError))
-
-
-def _find(run: Run, model: str, now: datetime) -> Origin:
+def find_origin(run: Run, model: str, now: datetime) -> Origin:
+    """The origin of a run of this model by `resume` and `run_folder`. Raises ConfigError, OSError."""
     asked, named = run.resume, run.run_folder
     folder = Path(named or default_path(model, now))
     if asked == "none":
@@ -108,7 +101,7 @@ def options_before(comm: Communicator, run: Run, plan: Plan | None = None) -> Ma
     known: Mapping[str, str] = {}
     if comm.rank == 0 and run.resume != "none":
         with suppress(ConfigError, OSError):
-            known = _options_of(_find(run, "", datetime.now()).candidates, plan) or {}
+            known = _options_of(find_origin(run, "", datetime.now()).candidates, plan) or {}
     return comm.broadcast_object(known)
 
 

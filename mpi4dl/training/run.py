@@ -2,9 +2,10 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,25 +24,22 @@ from mpi4dl.options.sections.parallel import Parallel
 from mpi4dl.options.tasks import directions
 from mpi4dl.parallel.inputs import OwnSizes, own_or
 from mpi4dl.results.formats import write_object
-from mpi4dl.results.names import MEASURES
+from mpi4dl.results.names import MEASURES, PORTRAIT
 from mpi4dl.runs.folder import BEST
 from mpi4dl.runs.stopping import Stopped, StopSignals
 from mpi4dl.training import resuming
 from mpi4dl.training.input_pipeline import BadImages, ControlFlags, Divided, OfSamples, Reading, UnreadableImages
 from mpi4dl.training.report import (
-    Forecast,
     LogInterval,
     Reporter,
     ValidationReport,
-    WorkMeter,
-    compared,
     expert_use,
     summary,
     title,
 )
 from mpi4dl.training.resuming import BestSoFar, contents_of, options_to_compare
 from mpi4dl.training.setup import Setup, command_to_go_on, told_before
-from mpi4dl.training.tensorboard import Painter, Showing, remember
+from mpi4dl.training.tensorboard import Showing, purposes_of, snapshot_of
 
 
 def fit(setup: Setup) -> Evaluation | None:
@@ -125,7 +123,6 @@ class Best:
         return f"val_{self.monitor} is {value}: these weights are not kept as the best"
 
     def words(self) -> str:
-        """Why the run ends."""
         after = counted(self.since, "validation")
         return f"val_{self.monitor} was best, {self.value:.6g}, at step {self.step}; {after} since then no better"
 
@@ -175,15 +172,12 @@ class TrainingRun:
         self.epoch, self.batch, self.due = 0, 0, False
         self.interval = self.new_interval()
         self.has_experts = any(name.endswith(".router.weight") for name in engine.stages.shapes)
-        # Measures the work of stages that was estimated.
-        self.work = None if engine.stages.costs is None else WorkMeter(comm.node)
         self.waited_for_cores: float | None = None  # until the first step
         self.began_steps = 0.0
         self.evaluation: Evaluation | None = None
         self.checkpoints: Checkpoints | None = None  # as long as nothing is saved
         self.reporter: Reporter | None = None  # on rank 0, once the folder is there
-        self.painter: Painter | None = None
-        origin = resuming.find_origin(comm, run, self.spec.name)
+        origin = comm.from_first(lambda: resuming.find_origin(run, self.spec.name, datetime.now()))
         self.folder = origin.folder
         closing.callback(self.folder.unlock)
         if origin.in_place:
@@ -217,7 +211,9 @@ class TrainingRun:
                 self.folder.cut_metrics(metrics_bytes)
             how = (self.num_steps, engine.num_steps, run.tensorboard, self.images.classes)
             self.reporter = closing.enter_context(Reporter(self.folder, *how, noun=self.source.sample_noun))
-            self.painter = Painter(self.reporter, self.folder, options, engine, lines[0], self.num_steps)
+            self.reporter.text("run/options", options, engine.num_steps)
+            self.snapshot = snapshot_of(engine, lines[0], self.num_steps)
+            self.keep_snapshot(())
             engine.executor.progress = self.progress
         self.showing = Showing(self.reporter, engine, self.source, self.task, self.images.classes)
         comm.barrier()  # so that nobody's first steps count as a wait what rank 0 draws here
@@ -228,8 +224,6 @@ class TrainingRun:
         said = (*self.images.remarks, *setup.remarks, *told, *lines[2:], *filter(None, streamed))
         for line in (*lines[:2], *said, *remarks):
             self.say(line)
-        self.start_clock = setup.start_clock if run.verbose else None
-        setup.start_clock.end("folder")
 
     def discard_if_refused(self, _: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Leave no folder of a run that all ranks refused before its first step: the next command may name it again."""
@@ -291,7 +285,6 @@ class TrainingRun:
         self.checkpoints.save(self.engine, self.state())
 
     def saves_at(self, step: int) -> bool:
-        """Whether a checkpoint is due that `save_every` counts in steps."""
         every = self.chosen.save_every
         return isinstance(every, int) and step % every == 0
 
@@ -349,21 +342,8 @@ class TrainingRun:
                 save_model(self.engine, self.folder.path / AVERAGE, self.images.classes, self.about.metadata)
         seconds, skipped = time.perf_counter() - began, self.bad_images.skipped
         found = summary(self.evaluation, self.task.monitor, self.engine.num_steps, earlier, seconds, skipped)
-        self.compare()
         self.tell("on_fit_end")
         self.say(f"done: {found}; see {self.folder.path}")
-
-    def compare(self) -> None:
-        """Report estimated and measured work of each rank, for a plan of several stages. Collective."""
-        stages, plan = self.engine.stages, self.engine.plan
-        if self.work is None or stages.costs is None:
-            return
-        of_ranks = self.comm.all_gather_object(self.work.worked)
-        if self.engine.device.type != "cpu" or not any(rank.seconds for rank in of_ranks):
-            return  # of a GPU, whose work the host does not wait for, it would say nothing
-        forecast = Forecast.of(plan, stages.costs, stages.counts)
-        for line in compared(forecast, of_ranks, self.comm.node.oversubscribed):
-            self.say(line)
 
     def reading(self, loader: Any, epoch: int, start: int = 0, training: bool = True) -> Reading:
         """The batches that all ranks can read."""
@@ -417,26 +397,19 @@ class TrainingRun:
         self.interval = self.new_interval(self.interval.losses)
         if self.finished:
             return
-        reading, first = self.reading(self.training, self.epoch, self.batch), self.engine.num_steps
+        reading = self.reading(self.training, self.epoch, self.batch)
         with self.saved_if_refused():
             for batch, microbatches in reading:
                 if self.engine.num_steps == 0:
                     self.showing.samples(batch.tiles, microbatches[0])
                 tell = reading.tell if self.engine.num_steps + 1 < self.num_steps else self.own_news
-                learns_shapes = self.engine.num_steps == first
-                with nullcontext() if self.work is None or learns_shapes else self.work:
-                    result = self.engine.step(
-                        batch.tiles, batch.targets, own_or(batch.sizes, self.size), microbatches, tell
-                    )
+                sizes = own_or(batch.sizes, self.size)
+                result = self.engine.step(batch.tiles, batch.targets, sizes, microbatches, tell)
                 reading.hear(result.told)
                 self.batch = reading.used
                 self.interval.add(result.loss, len(batch.labels))
                 self.schedule.after_step()
                 self.tell("on_step_end", result)
-                if self.start_clock is not None:
-                    self.start_clock.end("first step")
-                    self.say(f"start: {self.start_clock}")
-                    self.start_clock = None
                 if self.reporter is not None:
                     self.reporter.advance(self.engine.num_steps)
                 if self.engine.num_steps % self.chosen.log_interval == 0:
@@ -452,7 +425,9 @@ class TrainingRun:
     def report(self) -> None:
         """Say how the steps went since the last report."""
         if not self.remembered and self.interval.losses:
-            self.remembered = remember(self.painter, self.spec.parallel.offload == "disk", self.engine, self.meter)
+            own = purposes_of(self.engine, self.meter.peak_bytes(), self.spec.parallel.offload == "disk")
+            self.keep_snapshot(self.comm.all_gather_object(own))
+            self.remembered = True
             self.look_at_cores()
         found = self.interval.report(self.epoch + 1, self.meter.peak_bytes())
         self.interval = self.new_interval()
@@ -461,8 +436,17 @@ class TrainingRun:
             if use is not None:
                 found = replace(found, expert_imbalance=use.imbalance, dropped_tokens=use.dropped)
                 found = replace(found, router_entropy=use.entropy)
-                self.reporter.images("experts/load by layer and expert", use.picture(), found.step)
             self.reporter.step(found)
+
+    def keep_snapshot(self, memory: Sequence[Mapping[str, int]]) -> None:
+        """Write the snapshot with what the memory of each rank is for; one that cannot be written ends nothing."""
+        if self.reporter is None:
+            return
+        path = self.folder.path / PORTRAIT
+        try:
+            write_object(path, replace(self.snapshot, memory=tuple(memory)).content())
+        except OSError as error:
+            self.say(f"{path} cannot be written: {error.strerror}; the run goes on without")
 
     def look_at_cores(self) -> None:
         """Say whether ranks had to wait for cores, though they took more threads than one by themselves. Collective."""
@@ -483,7 +467,6 @@ class TrainingRun:
         return LogInterval(self.engine, self.training, losses, self.source.tokens)
 
     def own_news(self, bad_image: bool = False) -> ControlFlags:
-        """The flags of this rank."""
         cannot_save = self.checkpoints is not None and self.checkpoints.failed
         return ControlFlags(self.stopping or self.signals.caught is not None, cannot_save, bad_image)
 

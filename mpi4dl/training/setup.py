@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpi4dl._memory import MemoryMeter, load_libraries, place_of
-from mpi4dl._progress import ProgressLine, StartClock, Tell, quietly
+from mpi4dl._progress import ProgressLine, Tell, quietly
 from mpi4dl._wording import some
 from mpi4dl.checkpoints.manifest import STATE
 from mpi4dl.comm import Communicator, Refusal
@@ -80,16 +80,13 @@ class Setup:
     spell: Callable[[str], str]
     argv: Sequence[str]
     balance: Any
-    start_clock: StartClock
 
     @property
     def num_steps(self) -> int:
-        """How many steps the run has."""
         return build.number_of_steps(self.config.training, len(self.training))
 
     @property
     def spec(self) -> TrainingSpec:
-        """What is computed."""
         return TrainingSpec(self.config, self.task.num_outputs, self.images.channels)
 
     @property
@@ -110,7 +107,6 @@ class Setup:
         return [title(self.spec, engine), learnt, *without_effect(config.parallel, engine)]
 
     def about(self) -> Description:
-        """The description of the trained model."""
         return Description.of(self.config, self.images, self.task.num_outputs)
 
     def workload(self, tell: Tell = quietly) -> "Workload":
@@ -124,8 +120,6 @@ class Setup:
 
 def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str, argv: Sequence[str] = ()) -> Setup:
     """Build what a configuration names, each rank its part. Collective; raises Refusal on all ranks."""
-    start_clock = StartClock()
-    start_clock.end("imports")
     comm.agree(None, **facts(config))
     config = framed(in_folder_of_fold(config), comm)
     require_weights(config, comm)
@@ -140,18 +134,16 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
     assembly = assemble(config, comm, num_samples=config.samples_per_step)
     patience = HangTimeout(config.parallel.hang_timeout)
     load_libraries(assembly.device, shapes=assembly.plan.num_stages > 1 or config.streams_images)
-    start_clock.end("plan")
     images = open_samples(config, comm)
-    start_clock.end("samples")
     patience.feed()
-    config = as_it_began(comm, config)
-    config, of_measured = with_measured(config, comm, images, patience)
-    config, of_covariates = with_covariates(config, comm, images)
-    known = options_before(comm, config.run).get(CLASS_WEIGHTS)
+    known = options_before(comm, config.run)
+    config = as_it_began(config, known)
+    config, of_measured = with_measured(config, comm, images, patience, known)
+    config, of_covariates = with_covariates(config, comm, images, known)
     with comm.together((ValueError, TypeError)):
         config = with_task(config, images.training)
         count = source_of(config).number_of_classes(images.training)
-        weighed = with_class_weights(config, images.training, count, comm, known)
+        weighed = with_class_weights(config, images.training, count, comm, known.get(CLASS_WEIGHTS))
         task = build_task(weighed, images.training, count)
         metrics = build_metrics(config, task)
         monitor = monitored(config, task, metrics)
@@ -159,7 +151,6 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
     cut = as_it_was_cut(comm, config, assembly.plan)
     assembly = replace(assembly, config=config)
     model = replace(assembly, config=cut).hold(task.num_outputs, images.channels)
-    start_clock.end("model")
     patience.feed()
     chosen, remarks = config.tuning, described(config.model_name, config.model.model_options)
     if chosen.weights is not None:
@@ -183,11 +174,10 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
         callbacks = [call("callbacks", part) if inspect.isclass(part) else part for part in made]
         loaders = source_of(config).loaders(images, boxes, partial(boxes, training=False))
         schedule.begin(build.number_of_steps(config.training, len(loaders[0])))
-    start_clock.end("engine")
     return Setup(
         config, assembly, engine, schedule, images, *loaders, task, metrics, monitor, callbacks,
         [*chosen_plan, *of_measured, *of_covariates, *remarks], patience,
-        meter, spell, argv, weighed.learning.class_weights, start_clock,
+        meter, spell, argv, weighed.learning.class_weights,
     )  # fmt: skip
 
 
@@ -233,17 +223,16 @@ def columns_of(config: Config) -> tuple[str, ...]:
 
 
 def with_measured(
-    config: Config, comm: Communicator, images: "Images | Texts", patience: HangTimeout
+    config: Config, comm: Communicator, images: "Images | Texts", patience: HangTimeout, known: Mapping[str, str]
 ) -> tuple[Config, list[str]]:
     """The configuration with the numbers of a mean and a deviation that are measured: those of the run that is resumed,
-    or of its training images; and a remark on the former. Collective; raises Refusal.
+    whose options are `known`, or of its training images; and a remark on the former. Collective; raises Refusal.
     """
     asked = _to_measure(config)
-    known = options_before(comm, config.run) if asked else {}
     source = source_of(config)
     numberless = source.of_text or source.of_slides
     comm.agree(f"`{asked[0]}` measured is not for {source.noun}s: give numbers" if asked and numberless else None)
-    if known:
+    if known and asked:
         kept = {name: known[name] for name in asked}
         shown = {name: value.strip('"') for name, value in kept.items()}
         return with_options(config, kept), [f"`{name}` is that of the start: {each}" for name, each in shown.items()]
@@ -252,7 +241,9 @@ def with_measured(
     return with_values(config, {name: found[name] for name in asked}), []
 
 
-def with_covariates(config: Config, comm: Communicator, images: "Images | Texts") -> tuple[Config, list[str]]:
+def with_covariates(
+    config: Config, comm: Communicator, images: "Images | Texts", known: Mapping[str, str]
+) -> tuple[Config, list[str]]:
     """The configuration with its covariates fitted to the patients to train on, or as the run that is resumed has them;
     and remarks on these. Collective; raises Refusal.
     """
@@ -261,7 +252,6 @@ def with_covariates(config: Config, comm: Communicator, images: "Images | Texts"
         return config, []
     from mpi4dl.datasets.covariates import fitted, remarks
 
-    known = options_before(comm, config.run)
     parts: Any = images
     (whole, indices), (_, others) = in_whole(parts.training), in_whole(parts.validation)
     with comm.together((ValueError,)):
@@ -332,12 +322,11 @@ def to_print(config: Config) -> str:
     return to_toml(with_task(config, training))
 
 
-def as_it_began(comm: Communicator, config: Config) -> Config:
-    """The configuration with the values of the checkpoint that `resume` names for the options that are AUTO.
+def as_it_began(config: Config, known: Mapping[str, str]) -> Config:
+    """The configuration with the values of the checkpoint that `resume` names, `known`, for the options that are AUTO.
 
-    Collective. Raises Refusal for a schedule beside that of the checkpoint.
+    Raises Refusal, alike on all ranks, for a schedule beside that of the checkpoint.
     """
-    known = options_before(comm, config.run)
     names = [name for name in OF_THE_TASK if value_of(config, name) == AUTO]
     if not names or not known:
         return config
@@ -370,7 +359,6 @@ def with_its_own(config: Config, before: Mapping[str, str], checkpoint: Path) ->
 
 
 def command_to_go_on(num_ranks: int, argv: Sequence[str], folder: Path) -> str:
-    """The command that continues a run."""
     words = without_flags(Config, argv, ("run_folder", "resume"))
     start = ["mpirun", "-n", str(num_ranks), "python", "-m", "mpi4dl.train"]
     return shlex.join([*start, *words, "--run-folder", str(folder), "--resume", "auto"])

@@ -1,16 +1,14 @@
-"""Images of a run for TensorBoard: confusion matrices, examples, the plan and its timeline."""
+"""Images of a run for TensorBoard: confusion matrices and examples; and the snapshot of its plan for reports."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mpi4dl._memory import MemoryMeter
 from mpi4dl._palette import GOOD, INK, PAPER, WRONG, of_classes
 from mpi4dl.engine import Engine
 from mpi4dl.engine.runner import measured_as_is
@@ -18,9 +16,7 @@ from mpi4dl.options.data import normalisation
 from mpi4dl.options.sources import DataSource
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.tables.simulator import Simulation
-from mpi4dl.results.formats import write_object
-from mpi4dl.results.names import PORTRAIT
-from mpi4dl.runs.folder import RunFolder, RunSnapshot
+from mpi4dl.runs.folder import RunSnapshot
 from mpi4dl.tasks.formulas import main_output
 from mpi4dl.tasks.metrics import THRESHOLD
 from mpi4dl.tasks.task import Task
@@ -112,11 +108,8 @@ MOST_PX = 256
 NO_CLASS = -1  # of a pixel of a mask whose classes may overlap, or that does not count
 
 
-class Taken(NamedTuple):
-    """Of a few samples: what a model makes of them, and what they are: class maps (n, h, w), or numbers (n, ...)."""
-
-    predicted: Tensor
-    true: Tensor
+# Of a few samples: what a model makes of them, and what they are: class maps (n, h, w), or numbers (n, ...).
+Taken = tuple[Tensor, Tensor]
 
 
 class Showing:
@@ -165,8 +158,8 @@ class Showing:
         found = next((each for each in everywhere if each is not None), None)
         if images is None or found is None or self._reporter is None:
             return
-        n = min(len(images), len(found.predicted), len(found.true))
-        predicted, true = found.predicted[:n], found.true[:n]
+        n = min(len(images), *map(len, found))
+        predicted, true = (each[:n] for each in found)
         if predicted.dim() == 3:
             picture = overlaid(images[:n], *(_resized(mask, images.shape[2:]) for mask in (true, predicted)))
         else:
@@ -197,7 +190,7 @@ class Showing:
         if predicted.dim() < 3:
             whole = spatial.gather(predicted) if isinstance(predicted, spatial.SpatialTensor) else predicted
             few = self._task.predictions(whole[:MOST_IMAGES]).float().cpu()
-            return Taken(few, targets[:MOST_IMAGES].clone().cpu())
+            return few, targets[:MOST_IMAGES].clone().cpu()
         if not self._task.dense:
             return None
         overlaps = self._task.binary
@@ -205,7 +198,7 @@ class Showing:
         true = _class_map(true, True) if overlaps else true
         true = torch.where(true == self._task.ignore_index, NO_CLASS, true)
         few = self._task.predictions(_small(predicted))  # of few pixels: probabilities take as much as outputs
-        return Taken(_class_map(few, overlaps).cpu(), _sampled(true))
+        return _class_map(few, overlaps).cpu(), _sampled(true)
 
 
 def _small(values: Any) -> Tensor:
@@ -236,59 +229,17 @@ def _resized(masks: Tensor, size: Sequence[int]) -> Tensor:
     return F.interpolate(masks[:, None].double(), size=tuple(size), mode="nearest-exact")[:, 0].long()
 
 
-# Describes plan, modules and memory of a run, from its engine, for the report and TensorBoard.
+# Describes plan, modules and memory of a run, from its engine, for the report.
 
 MOST_SPANS = 20_000  # of a timeline that is kept
-MOST_DRAWN = 2_000  # of one that is drawn for TensorBoard
 REST = "activations and the rest"
 
 
-class Painter:
-    """Writes plan, modules and memory of a run into its folder and TensorBoard; made on rank 0, before the first step.
-
-    A folder that cannot be written gives a warning, and ends nothing.
-    """
-
-    def __init__(
-        self, reporter: Any, folder: RunFolder, options: str, engine: Engine, title: str, num_steps: int
-    ) -> None:
-        self._reporter, self._folder, self._step = reporter, folder, engine.num_steps
-        costs, plan = engine.stages.costs, engine.plan.describe()
-        source, timeline = "" if costs is None else costs.source, timeline_of(engine)
-        modules = tuple(modules_of(engine))
-        self.portrait = RunSnapshot(title, plan, num_steps, modules, (), source, timeline)
-        reporter.text("run/options", options, self._step)
-        reporter.rows("run/parameters by module", ("module", "values", "of them trained"), modules, self._step)
-        if timeline is not None:
-            from mpi4dl.parallel.tables.drawing import as_image, as_text
-
-            if reporter.has_pictures and sum(map(len, timeline.rows)) <= MOST_DRAWN:
-                reporter.figure("run/timeline", np.asarray(as_image(timeline)), self._step)
-            reporter.text("run/timeline", f"{as_text(timeline)}\n{source}", self._step)
-        self._write()
-
-    def remember(self, memory: Sequence[Mapping[str, int]]) -> None:
-        """Add what the memory of each rank is for."""
-        self.portrait = replace(self.portrait, memory=tuple(memory))
-        rows = [[rank, *(f"{n / 2**20:,.1f}" for n in one.values())] for rank, one in enumerate(memory)]
-        self._reporter.rows("run/memory in MiB", ("rank", *memory[0]), rows, self._step)
-        self._write()
-
-    def _write(self) -> None:
-        path = self._folder.path / PORTRAIT
-        try:
-            write_object(path, self.portrait.content())
-        except OSError as error:
-            self._reporter.say(f"{path} cannot be written: {error.strerror}; the run goes on without")
-
-
-def remember(painter: Painter | None, on_disk: bool, engine: Engine, meter: MemoryMeter) -> bool:
-    """Have rank 0's painter remember the memory of all ranks, once steps were made. Collective; True, as it is done."""
-    own = purposes_of(engine, meter.peak_bytes(), on_disk)
-    memory = engine.comm.all_gather_object(own)
-    if painter is not None:
-        painter.remember(memory)
-    return True
+def snapshot_of(engine: Engine, title: str, num_steps: int) -> RunSnapshot:
+    """The plan, the modules and the timeline of a run, before its first step."""
+    source = "" if engine.stages.costs is None else engine.stages.costs.source
+    modules = tuple(modules_of(engine))
+    return RunSnapshot(title, engine.plan.describe(), num_steps, modules, (), source, timeline_of(engine))
 
 
 def timeline_of(engine: Engine) -> Simulation | None:

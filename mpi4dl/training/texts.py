@@ -13,7 +13,7 @@ from mpi4dl.options.declare import ConfigError
 from mpi4dl.options.sections.run import Run
 from mpi4dl.options.sources import TextSource
 from mpi4dl.runs.samples import RunSamples
-from mpi4dl.training.data import Before, before, folders_before
+from mpi4dl.training.data import before, folders_before
 
 TOKENIZER = "tokenizer.json"
 
@@ -51,15 +51,10 @@ def open_texts(comm: Communicator, source: TextSource, run: Run | None = None) -
     Rank 0 encodes it, once for all runs, into a file that all ranks read. A `run` that is resumed keeps its tokenizer,
     and the part of each document.
     """
-    found: tuple[Path, Tokenizer, dict[str, bool]] | None = None
-    recorded: Before | None = None
+    recorded = comm.from_first(lambda: None if run is None else before(run))
+    header, tokenizer = comm.from_first(lambda: _encoded(source, run))
     with comm.together((ValueError, OSError)):
-        if comm.rank == 0:
-            recorded = None if run is None else before(run)
-            found = (*_encoded(source, run), {} if recorded is None else recorded.samples.validating())
-    header, tokenizer, known = comm.broadcast_object(found)
-    with comm.together((ValueError, OSError)):
-        texts = _texts(source, header, tokenizer, known)
+        texts = _texts(source, header, tokenizer, {} if recorded is None else recorded.samples.validating())
     changes = () if recorded is None else recorded.samples.changes(_table(texts.training, texts.validation))
     return replace(texts, remarks=(*texts.remarks, *changes))
 
@@ -96,7 +91,6 @@ def _texts(source: TextSource, header: Path, tokenizer: Tokenizer, known: Mappin
 
 
 def _table(*parts: TokenDataset | MaskedTokenDataset) -> RunSamples:
-    """The documents that train and those that validate."""
     return RunSamples.of_documents(dict(zip(("train", "val"), (part.stream.sizes for part in parts), strict=True)))
 
 

@@ -17,6 +17,7 @@ import asyncio
 import os
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -93,7 +94,7 @@ def make_app(results: SlideResults, hosts: Collection[str] = ()) -> ASGIApp:
     async def slides(request: Request) -> Response:
         return Response(listed, media_type=JSON)
 
-    async def reading(request: Request, media_type: str, read: Callable[..., bytes], *arguments: Any) -> Response:
+    async def reading(media_type: str, read: Callable[..., bytes], request: Request, *arguments: Any) -> Response:
         """What a thread reads, unless the client has gone by the time that its turn comes."""
         async with room:
             if await request.is_disconnected():
@@ -108,28 +109,16 @@ def make_app(results: SlideResults, hosts: Collection[str] = ()) -> ASGIApp:
                 return _error(422, printable(str(error)))
         return Response(found, media_type=media_type)
 
-    async def one(request: Request) -> Response:
-        return await reading(request, JSON, lambda number: as_json(reader.facts(number)))
-
     async def thumbnail(request: Request) -> Response:
         async with thumbnails:
-            return await reading(request, FORMATS["jpg"], reader.thumbnail)
+            return await reading(FORMATS["jpg"], reader.thumbnail, request)
 
     async def tile(request: Request) -> Response:
         found = request.path_params
         if found["form"] not in FORMATS:
             return _error(404, "tiles are jpg or png")
         where = found["level"], found["row"], found["col"], found["form"]
-        return await reading(request, FORMATS[found["form"]], reader.tile, *where)
-
-    async def patches(request: Request) -> Response:
-        return await reading(request, JSON, reader.map)
-
-    async def annotations(request: Request) -> Response:
-        return await reading(request, JSON, reader.regions, "annotation")
-
-    async def classes(request: Request) -> Response:
-        return await reading(request, JSON, reader.regions, "classes")
+        return await reading(FORMATS[found["form"]], reader.tile, request, *where)
 
     of_slide = "/api/slides/{number:int}"
     app = Starlette(
@@ -137,12 +126,12 @@ def make_app(results: SlideResults, hosts: Collection[str] = ()) -> ASGIApp:
             Route("/", page),
             Route("/static/{name}", page),
             Route("/api/slides", slides),
-            Route(of_slide, one),
+            Route(of_slide, partial(reading, JSON, lambda number: as_json(reader.facts(number)))),
             Route(f"{of_slide}/thumbnail", thumbnail),
             Route(f"{of_slide}/tiles/{{level:int}}/{{col:int}}_{{row:int}}.{{form}}", tile),
-            Route(f"{of_slide}/map", patches),
-            Route(f"{of_slide}/annotations", annotations),
-            Route(f"{of_slide}/classes", classes),
+            Route(f"{of_slide}/map", partial(reading, JSON, reader.map)),
+            Route(f"{of_slide}/annotations", partial(reading, JSON, partial(reader.regions, "annotation"))),
+            Route(f"{of_slide}/classes", partial(reading, JSON, partial(reader.regions, "classes"))),
         ]
     )
     return Guard(app, _error, hosts, 0, _refusal, HEADERS)

@@ -74,7 +74,6 @@ class Pyramid(NamedTuple):
 
     @property
     def last(self) -> int:
-        """The number of the last level."""
         return max(0, math.ceil(math.log2(max(self.size) / self.tile)))
 
     def box(self, level: int, row: int, col: int) -> tuple[int, tuple[Interval, ...]]:
@@ -150,7 +149,6 @@ class SlideReader:
         }
 
     def tile(self, number: int, level: int, row: int, col: int, form: str = "jpg") -> bytes:
-        """A tile of the pyramid, as JPEG or PNG."""
 
         def make() -> bytes:
             down, box = Pyramid(self.view(number).size).box(level, row, col)
@@ -159,7 +157,6 @@ class SlideReader:
         return self._tiles.get((number, level, row, col, form), make)
 
     def thumbnail(self, number: int) -> bytes:
-        """A small JPEG of the whole slide."""
 
         def make() -> bytes:
             view = self.view(number).thumbnail(THUMBNAIL_PX)
@@ -181,7 +178,7 @@ class SlideReader:
 
         return self._others.get((number, "map"), make)
 
-    def regions(self, number: int, what: str) -> bytes:
+    def regions(self, what: str, number: int) -> bytes:
         """The polygons of a slide's `annotation`, or of its predicted `classes`, in square pixels of level 0, in JSON.
 
         Of each it has the number of its name, and its rings of (x, y).
@@ -228,7 +225,6 @@ def read_extended(view: Slide, box: Sequence[Interval]) -> Pixels:
 
 
 def encoded(pixels: Pixels, form: str) -> bytes:
-    """A picture as JPEG or PNG."""
     import PIL.Image
 
     file = io.BytesIO()

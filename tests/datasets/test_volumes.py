@@ -170,6 +170,35 @@ def test_volumes_whose_axes_run_to_other_sides_are_refused(tmp_path: Path) -> No
         list(Loader(pairs, view, 1, lambda n: [Box(Interval(0, n), *(Interval(0, side) for side in SIZE))]).epoch(0))
 
 
+SPACED = np.diag([0.5, 0.5, 3, 1.0])
+MOVED, THICK, NEARLY = SPACED.copy(), SPACED.copy(), SPACED.copy()
+MOVED[0, 3], THICK[2, 2], NEARLY[0, 3] = 50, 5, 0.25
+
+
+@pytest.mark.parametrize(("affine", "farthest"), [(MOVED, "50"), (THICK, "8"), (NEARLY, None), (None, None)])
+def test_masks_that_lie_elsewhere_than_their_volumes_are_refused(
+    tmp_path: Path, affine: Any, farthest: str | None
+) -> None:
+    for folder, where in (("images", SPACED), ("masks", affine)):
+        (tmp_path / folder).mkdir()
+        nibabel.save(nibabel.Nifti1Image(np.zeros(SIZE[::-1], np.int16), where), tmp_path / folder / "a.nii.gz")
+    pairs, view = open_files(tmp_path, VOLUMES), View(SIZE, "crop", mean=(0,), std=(1,))
+    batches = Loader(pairs, view, 1, lambda n: [Box(Interval(0, n), *(Interval(0, side) for side in SIZE))]).epoch(0)
+    if farthest is None:
+        assert len(list(batches)) == 1
+    else:
+        with pytest.raises(BadImage, match=rf"masks/a.nii.gz: lies up to {farthest} mm from where its image does"):
+            list(batches)
+
+
+def test_a_volume_without_a_mask_says_which_is_missing(tmp_path: Path) -> None:
+    for name in ("images/a.nii.gz", "masks/a_seg.nii.gz"):
+        (tmp_path / name).parent.mkdir()
+        save_nifti(tmp_path / name, noise(*SIZE))
+    with pytest.raises(DatasetError, match=r"images/a.nii.gz: has no mask: add .*masks/a\.npy, or a file .*\.nii\.gz"):
+        open_files(tmp_path, VOLUMES)
+
+
 def test_a_model_gets_values_of_the_kind_that_it_was_trained_on(tmp_path: Path) -> None:
     for name, (kind, dtype) in {"nifti": ("nifti", "int16"), "npy": ("npy", "int16")}.items():
         for label in "ab":

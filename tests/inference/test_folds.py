@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from mpi4dl.inference.folds import FoldScores, Summary, summary_lines, summary_table
+from mpi4dl.inference.folds import Summary, summary_lines, summary_table
 from mpi4dl.inference.samples import Measured
 from mpi4dl.inference.scoring import LevelScores, Scores
 
 VALUES = {"auc": (0.8, 0.9, 0.7, math.nan), "npv": (math.nan, math.nan, 0.5, math.nan), "brier": (0.1, 0.1, 0.1, 0.1)}
 
 
-def folds_of(values: dict[str, Sequence[float]]) -> list[FoldScores]:
-    found = []
+def folds_of(values: dict[str, Sequence[float]]) -> dict[int, Scores]:
+    found = {}
     for fold in range(4):
         metrics = {name: Measured(of[fold], math.nan, math.nan) for name, of in values.items()}
         kept: Any = {"records": (), "bad": {}, "confusion": None, "count": 3, "what": "slide"}
         of_patients = LevelScores("patient", 2, metrics)
         kept |= {"task": "classify", "classes": ("a", "b"), "metrics": metrics, "patients": of_patients}
-        found.append(FoldScores(fold, Scores(**kept)))
+        found[fold] = Scores(**kept)
     return found
 
 

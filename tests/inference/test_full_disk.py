@@ -16,7 +16,7 @@ from mpi4dl.datasets.slides.features import Embedded, write_features
 from mpi4dl.datasets.slides.slide import Slide, open_slide
 from mpi4dl.embed import embed
 from mpi4dl.evaluate import evaluate
-from mpi4dl.inference.class_maps import MapOptions, class_map
+from mpi4dl.inference.class_maps import class_map
 from mpi4dl.inference.maps import PatchMap, write_map
 from mpi4dl.inference.masks import array_file, png_mask
 from mpi4dl.predict import predict
@@ -44,7 +44,7 @@ def noise(*shape: int, most: int = 256) -> np.ndarray:
 
 
 def classes(folder: Path, slide: Slide) -> None:
-    found = class_map(folder / "masks" / "s.ome.tif", slide, ("background", "a", "b"), MapOptions())
+    found = class_map(folder / "masks" / "s.ome.tif", slide, ("background", "a", "b"))
     try:
         drawn = np.kron(noise(3, 7, most=3), np.ones((100, 100))).astype(np.uint8)[:, : slide.size[1]]
         found.write((slice(0, 300), slice(0, drawn.shape[1])), drawn)
@@ -131,7 +131,7 @@ def test_maps_of_files_have_their_room_on_the_disk_before_they_are_written(
 ) -> None:
     """Else the process would end by SIGBUS where the disk has no more room."""
     file = (
-        class_map(tmp_path / "s.ome.tif", slide, ("background", "a"), MapOptions())
+        class_map(tmp_path / "s.ome.tif", slide, ("background", "a"))
         if kind == "class map"
         else array_file(tmp_path / "s.npy", (100, 100, 100), "f4")
     )
@@ -255,6 +255,18 @@ def test_commands_on_a_full_disk_end_all_ranks_by_its_name(
     assert str(path) in said
     assert place == "config.toml" or not path.exists()
     assert not [path for path in out.rglob("*.new")]
+
+
+def evaluated_nothing(comm: Communicator, argv: list[str]) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mpi4dl.inference.scoring.score", None)
+        return refused(comm, evaluate, argv)
+
+
+def test_an_evaluation_that_cannot_be_written_is_refused_before_it(ranks: Ranks, trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    for said in ranks(2).run(evaluated_nothing, of_evaluation(trained, tmp_path / "taken" / "out")):
+        assert "taken is a file" in said
 
 
 @pytest.mark.exhaustive

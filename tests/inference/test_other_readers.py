@@ -18,8 +18,8 @@ from mpi4dl.datasets.slides.compose import FORMATS, Composition, Disc, write_sli
 from mpi4dl.datasets.slides.geojson import outlines
 from mpi4dl.datasets.slides.slide import Slide, open_slide
 from mpi4dl.geometry import Interval
-from mpi4dl.inference.class_maps import MapOptions, levels_of, write_pyramid
 from mpi4dl.inference.class_maps import geojson as regions
+from mpi4dl.inference.class_maps import levels_of, write_pyramid
 from mpi4dl.inference.maps import PatchMap, write_map
 
 SIZE, MPP = (2100, 1700), 0.5
@@ -82,7 +82,7 @@ def test_class_maps_open_in_tifffile_and_their_regions_are_where_they_were(tmp_p
         for number, level in enumerate(levels):
             assert np.array_equal(level.asarray(), classes_of[:: 2**number, :: 2**number])
     assert physical_sizes(tmp_path / "map.ome.tif") == pytest.approx([2 * MPP, 2 * MPP])
-    found = json.loads(regions(classes_of, slide, ("background", "tumour", "stroma"), MapOptions()))["features"]
+    found = json.loads(regions(classes_of, slide, ("background", "tumour", "stroma")))["features"]
     shapes = {each["properties"]["classification"]["name"]: shape(each["geometry"]) for each in found}
     assert all(map(shapely.is_valid, shapes.values()))
     tumour = shapely.box(400, 200, 1000, 600) - shapely.box(500, 300, 600, 400)  # in pixels of level 0

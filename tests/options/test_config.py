@@ -151,7 +151,7 @@ def test_bad_keyword_arguments_are_refused_with_an_example() -> None:
         ("[data]\nbatch_size = '4'", 'batch_size in [data] is "4" (text), but must be a whole number of at least 1'),
         ("[data]\nflip = 1", "flip in [data] is 1 (a whole number), but must be one of auto, none, horizontal, all"),
         ("[data]\nrandom_crop = 1", "random_crop in [data] is 1 (a whole number), but must be true or false"),
-        ("[data]\nmean = true", "mean in [data] is true (a boolean), but must be a number, one for each channel such as 0.4,0.5,0.6, or imagenet, half, measured"),  # noqa: E501
+        ("[data]\nmean = true", "mean in [data] is true (a boolean), but must be one of imagenet, half, measured, or a number, one for each channel such as 0.4,0.5,0.6"),  # noqa: E501
         ("[model]\nmodel = 3.5", "model in [model] is 3.5 (a number), but must be a name, or an own one such as my_code.py:build"),  # noqa: E501
         ("[data]\nfit = 2020-01-01", "fit in [data] is 2020-01-01 (date), but must be one of auto, resize, crop, pad, own"),  # noqa: E501
         ("[data]\nbatchsize = 4", "there is no key batchsize in [data]; did you mean batch_size?"),

@@ -130,10 +130,7 @@ def test_own_loops_are_those_of_one_process(ranks: Ranks, grid: str, how: str) -
     tiles, data = GRIDS[grid]
     num_ranks = data * math.prod(map(int, tiles.split("x")))
     names = {"whole": list(LOOPS), "spread": ["steps", "a_dense_loss"], "three calls": IN_THREE_CALLS}[how]
-    of_data = {
-        "a_recurrent_layer": "refused: torch.lstm in module lstm (LSTM)",
-        "kept_by_all_means": "refused: torch.autograd.Function",
-    }
+    of_data = {"a_recurrent_layer": "refused: torch.lstm in module lstm (LSTM)"}
     expected = of_data if data > 1 else {}
     for wrong in ranks(num_ranks).run(compare_loops, tiles, data, how, names):
         assert wrong == {name: why for name, why in expected.items() if name in names}

@@ -1,8 +1,6 @@
-"""Products by packed weights: a row's bits in any number of rows, alone and in company, and what others see of them."""
+"""Products by packed weights: a row's bits in any number of rows, alone and in company."""
 
-import copy
 import gc
-import io
 import weakref
 from typing import Any
 
@@ -60,39 +58,6 @@ def test_rows_have_the_same_bits_in_any_number(shape: tuple[int, int], biased: b
         assert torch.equal(F.linear(x[:number], same, bias), expected[:number])
     assert torch.equal(F.linear(x[5:6], same, bias), expected[5:6])
     assert torch.equal(F.linear(x.view(7, 11, -1), same, bias), expected.view(7, 11, -1))
-
-
-@needs_packing
-def test_all_else_sees_the_plain_matrix() -> None:
-    weight, same = packed((48, 32))
-    assert torch.equal(same + 0, weight)
-    assert same.shape == weight.shape
-    assert same.nbytes == weight.nbytes
-    assert type(copy.deepcopy(same)) is Tensor
-    x = torch.randn(3, 32, requires_grad=True)
-    F.linear(x, same).sum().backward()
-    assert x.grad is not None
-    torch.testing.assert_close(x.grad, weight.sum(0).expand(3, -1))
-    same.mul_(2)
-    torch.testing.assert_close(F.linear(torch.eye(32), same), 2 * weight.T)
-
-
-@needs_packing
-def test_a_model_with_packed_weights_is_saved_and_loaded() -> None:
-    held, plain = hold(), hold()
-    pack_weights(held)
-    assert isinstance(held.modules_of[0].lm_head.weight, PackedWeight)
-    assert type(held.modules_of[0].embedding.tokens.weight) is nn.Parameter  # which is tied to it
-    file = io.BytesIO()
-    torch.save(held.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file)
-    for name, value in plain.state_dict().items():
-        assert torch.equal(state[name], value)
-    plain.load_state_dict(held.state_dict())
-    held.load_state_dict({name: 2 * value for name, value in state.items()})
-    assert torch.equal(held.modules_of[0].lm_head.weight + 0, 2 * plain.modules_of[0].lm_head.weight)
-    assert torch.equal(held.modules_of[0].embedding.tokens.weight, 2 * plain.modules_of[0].lm_head.weight)
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=needs_packing), "int8"])

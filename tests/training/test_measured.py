@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import PIL.Image
 import pytest
 
 from mpi4dl import plan as command
@@ -78,8 +77,6 @@ def test_the_best_or_the_named_plans_are_measured_in_turns(started: Started, tmp
         rows = list(csv.DictReader(file))
     assert len(rows) == 8
     assert {row["command"].split(" --")[0] for row in rows} == {"mpirun -n 2 python -m mpi4dl.train"}
-    with PIL.Image.open(tmp_path / "m" / "plans.png") as picture:
-        assert min(picture.size) > 200
 
 
 def test_other_options_in_a_file_are_another_measurement(started: Started, tmp_path: Path) -> None:
@@ -194,4 +191,4 @@ def test_a_plan_is_measured_by_a_real_training(
     assert f"{turn['samples_per_second']:.3g}" in lines[-3].split()
     assert 0 < turn["peak_bytes"] < 40 * MIB
     assert found["estimated_bytes"] > 0
-    assert len(list(tmp_path.iterdir())) == 3  # nothing is left of the training
+    assert len(list(tmp_path.iterdir())) == 2  # nothing is left of the training

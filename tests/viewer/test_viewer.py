@@ -207,7 +207,7 @@ def test_coordinates_are_those_of_level_0_where_the_scanner_left_out_a_part(
     corners = []
     for in_bounds in (False, True):
         reader = SlideReader([dataclasses.replace(slide, in_bounds=in_bounds)])
-        corners.append(json.loads(reader.regions(0, "annotation"))["regions"][0]["rings"][0][0])
+        corners.append(json.loads(reader.regions("annotation", 0))["regions"][0]["rings"][0][0])
     assert corners[1] == pytest.approx([corners[0][0] + 260, corners[0][1] + 100])
 
 

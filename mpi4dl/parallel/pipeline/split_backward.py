@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from mpi4dl.comm.exchange import LocalFunction
 from mpi4dl.parallel.spatial.rules.convolution import ConvolutionOptions, convolve, gradients
 from mpi4dl.parallel.spatial.rules.windows import Later, Windowed, WithHalo, cast
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
@@ -174,7 +175,7 @@ class Layer(NamedTuple):
     apply: Callable[..., Tensor]
 
 
-class _Rooted(torch.autograd.Function):
+class _Rooted(LocalFunction):
     """The identity, made a part of the graph by the anchor, which gets no gradient."""
 
     @staticmethod

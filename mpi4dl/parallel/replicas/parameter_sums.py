@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Pending
-from mpi4dl.comm.exchange import once_differentiable
+from mpi4dl.comm.exchange import LocalFunction, once_differentiable
 from mpi4dl.parallel.replicas.buckets import bucket_bytes_on, plan_buckets, seen_as
 
 _passes: ContextVar["ForwardPass | None"] = ContextVar("forward pass", default=None)  # that which runs
@@ -277,7 +277,7 @@ class ForwardPass:
         return found
 
 
-class _Use(torch.autograd.Function):
+class _Use(LocalFunction):
     @staticmethod
     def forward(ctx: Any, running: ForwardPass, number: int, slot: int, summed: Tensor) -> Tensor:
         ctx.running, ctx.place = running, (number, slot)
@@ -291,7 +291,7 @@ class _Use(torch.autograd.Function):
         return None, None, None, None  # `_Sum` has it
 
 
-class _Sum(torch.autograd.Function):
+class _Sum(LocalFunction):
     @staticmethod
     def forward(
         ctx: Any, running: ForwardPass, number: int, slots: Sequence[int], *parameters: Tensor

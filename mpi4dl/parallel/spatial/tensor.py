@@ -158,8 +158,8 @@ ALIASES = {
 }  # fmt: skip
 
 NOT_DIFFERENTIATED = (
-    "the gradient of a custom function, such as torch.utils.checkpoint's with use_reentrant=True, would not reach the "
-    "local tensors behind it (checkpoint with use_reentrant=False)"
+    "the gradient of torch.utils.checkpoint with use_reentrant=True, of a function in C++ or with keyword arguments, "
+    "would not reach the local tensors behind it (checkpoint with use_reentrant=False)"
 )
 
 
@@ -672,7 +672,7 @@ def function_name(function: Any) -> str:
     if name in ("__get__", "__set__"):
         return f"Tensor.{getattr(function.__self__, '__name__', '?')}"
     short = name.removeprefix("linalg_").removeprefix("special_")
-    for place in (nn.functional, torch.linalg, torch.special):
+    for place in (nn.functional, torch.linalg, torch.special, torch.autograd):
         if getattr(place, short, None) is function:
             return f"{place.__name__}.{short}"
     return f"torch.{name}" if getattr(torch, name, None) is function else f"Tensor.{name}"

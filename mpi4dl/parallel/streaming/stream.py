@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from mpi4dl._progress import quietly
 from mpi4dl._randomness import RandomStates
 from mpi4dl.comm import Refusal
-from mpi4dl.comm.exchange import narrow, once_differentiable
+from mpi4dl.comm.exchange import LocalFunction, narrow, once_differentiable
 from mpi4dl.comm.streams import carried
 from mpi4dl.datasets import DatasetError
 from mpi4dl.parallel.disk import ON_DEVICE, Keep, NoRoom, let_go
@@ -442,7 +442,7 @@ class _TileResult(NamedTuple):
     moments: TileMoments
 
 
-class _Streamed(torch.autograd.Function):
+class _Streamed(LocalFunction):
     """The outputs of a streamed part, as a function of its inputs and parameters."""
 
     @staticmethod

@@ -11,10 +11,8 @@ at any time, including those that were just cancelled.
 
 import asyncio
 import contextlib
-import math
 import time
-from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,7 +24,6 @@ from starlette.responses import JSONResponse, Response
 from mpi4dl.text.batcher import Batcher, Event
 from mpi4dl.text.options import Sampling
 
-LONGEST_SAMPLE = 1 << 16  # of the latest times, from which quantiles are taken
 COUNTED = {
     "requests": "Texts asked for",
     "requests_cancelled": "Texts whose client went away before the end",
@@ -45,14 +42,8 @@ STATES = {
 }
 
 
-def quantile(values: Iterable[float], share: float) -> float:
-    """The smallest value that at least `share` of the values do not exceed; NaN of none."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
-
-
 class ServingStatistics:
-    """How the server does: for Prometheus since the start, for a reader since the last report. For one event loop."""
+    """How the server does, for Prometheus. For one event loop."""
 
     def __init__(self, batcher: Batcher) -> None:
         self._registry = CollectorRegistry()
@@ -67,52 +58,17 @@ class ServingStatistics:
         for name, (state, text) in STATES.items():
             gauge = Gauge(f"mpi4dl_{name}", text, registry=self._registry)
             gauge.set_function(partial(lambda state: getattr(batcher.stats(), state), state))
-        self._busy_since: float | None = None
-        self._begin()
-
-    def _begin(self) -> None:
-        self._latest: dict[str, float] = defaultdict(float)  # counts since the last report, and seconds of work
-        self._times: dict[str, deque[float]] = {name: deque(maxlen=LONGEST_SAMPLE) for name in TIMED}
 
     def responded(self, path: str, status: int) -> None:
-        """An HTTP response has begun."""
         self._responses.labels(path, str(status)).inc()
-        self._latest["refused"] += status >= 400
 
     def count(self, name: str, number: int = 1) -> None:
         self._counters[name].inc(number)
-        self._latest[name] += number
 
     def observe(self, name: str, seconds: float) -> None:
         """A token has come, after so long."""
         self._histograms[name].observe(seconds)
-        self._times[name].append(seconds)
         self.count("tokens_generated")
-
-    def work(self, under_way: bool) -> None:
-        """Something is under way from now on, or nothing is."""
-        now = time.perf_counter()
-        if self._busy_since is not None:
-            self._latest["seconds"] += now - self._busy_since
-        self._busy_since = now if under_way else None
-
-    def report(self) -> str | None:
-        """A line about the time since the last report, if anything happened."""
-        self.work(self._busy_since is not None)
-        found, times = self._latest, self._times
-        self._begin()
-        tokens = found["tokens_generated"]
-        if not (found["requests"] or found["refused"] or tokens):
-            return None
-        said = f"{found['requests']:,.0f} requests, {found['requests_cancelled']:,.0f} cancelled"
-        said += f", {found['refused']:,.0f} refused"
-        if tokens:
-            said += f"; {tokens:,.0f} tokens, {tokens / found['seconds']:,.1f} tokens/s"
-        for name, taken in times.items():
-            if taken:
-                p50, p99 = quantile(taken, 0.5), quantile(taken, 0.99)
-                said += f"; {name.replace('_', ' ')} p50 {p50:.4f} s, p99 {p99:.4f} s"
-        return said
 
     def exposition(self) -> bytes:
         """All of it in Prometheus' text format."""
@@ -220,7 +176,6 @@ class Admission:
             reply.running.add(number)
             self._under_way.add(number)
             self.statistics.count("requests")
-        self.statistics.work(True)
         return reply
 
     def _hear(self, loop: asyncio.AbstractEventLoop, reply: Reply, event: Event) -> None:
@@ -236,7 +191,6 @@ class Admission:
         if event.finish_reason is not None:
             reply.running.discard(number)
             self._under_way.discard(number)
-            self.statistics.work(not self.idle)
             if event.usage is not None:
                 self.statistics.count("prompt_tokens", event.usage.prompt_tokens)
         reply.events.put_nowait((reply.indices[number], event))
@@ -249,6 +203,5 @@ class Admission:
         reply.running.clear()
 
     def cancel_all(self) -> None:
-        """Cancel all running requests, and report that to their clients."""
         for number in self._under_way:
             self.batcher.cancel(number)

@@ -118,7 +118,6 @@ class CompletionRequest(Asked):
 
     @property
     def prompts(self) -> list[Any]:
-        """Texts, or lists of tokens."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return self.prompt

@@ -9,7 +9,6 @@ import asyncio
 import socket
 import threading
 import time
-from dataclasses import dataclass
 
 from mpi4dl._http import HttpServer, url_of
 from mpi4dl.comm.failure import Watchdog
@@ -21,19 +20,11 @@ FEED_SECONDS = 1.0
 LAST_WORDS_SECONDS = 5  # for connections to take what they were sent
 
 
-@dataclass(frozen=True)
-class Timing:
-    """How long what runs may take at the end, how often there is a report (0: only at the end), and how long a step of
-    the batch may take (0: any time).
-    """
-
-    drain_seconds: float = 30.0
-    report_seconds: float = 60.0
-    hang_seconds: float = 0.0
-
-
 class HttpThread(threading.Thread):
-    """Serves on `listener` until a signal is caught, and then ends the batch. `error`: what it died of."""
+    """Serves on `listener` until a signal is caught, and then ends the batch. `error`: what it died of.
+
+    What runs may take `drain_seconds` at the end, and a step of the batch `hang_seconds` (0: any time).
+    """
 
     def __init__(
         self,
@@ -41,15 +32,16 @@ class HttpThread(threading.Thread):
         front: Admission,
         listener: socket.socket,
         signals: StopSignals,
-        timing: Timing,
         greeting: str,
+        drain_seconds: float = 30.0,
+        hang_seconds: float = 0.0,
     ) -> None:
         super().__init__(name="http", daemon=True)
         self.server = server
         self.error: BaseException | None = None
         self._front, self._listener, self._signals = front, listener, signals
-        self._timing, self._greeting = timing, greeting
-        self.watchdog = Watchdog(timing.hang_seconds)
+        self._greeting, self._drain_seconds = greeting, drain_seconds
+        self.watchdog = Watchdog(hang_seconds)
         self._fed, self._steps = time.monotonic(), 0
 
     def run(self) -> None:
@@ -65,12 +57,8 @@ class HttpThread(threading.Thread):
         serving = asyncio.create_task(self.server.serve([self._listener]))
         print(f"{self._greeting} {url_of(self._listener)}/v1", flush=True)
         try:
-            reported = time.monotonic()
             while self._signals.caught is None and not serving.done():
                 await self._look()
-                if 0 < self._timing.report_seconds <= time.monotonic() - reported:
-                    reported = time.monotonic()
-                    self.report()
             if not serving.done():
                 await self._drain()
         finally:
@@ -80,7 +68,7 @@ class HttpThread(threading.Thread):
     async def _drain(self) -> None:
         self._front.stopping = True
         print(f"stopping by {self._signals.caught}: no new requests", flush=True)
-        await self._wait_for_idle(self._timing.drain_seconds)
+        await self._wait_for_idle(self._drain_seconds)
         self._front.cancel_all()
         await self._wait_for_idle(LAST_WORDS_SECONDS)
 
@@ -97,23 +85,16 @@ class HttpThread(threading.Thread):
             self.watchdog.feed()
             self._fed, self._steps = time.monotonic(), steps
 
-    def report(self) -> None:
-        line, closed = self._front.statistics.report(), self.server.closed
-        if line is not None:
-            print(line, flush=True)
-        if closed:
-            print("connections closed:", ", ".join(f"{closed[why]:,} ({why})" for why in sorted(closed)), flush=True)
-            closed.clear()
 
-
-def run_server(server: HttpServer, front: Admission, listener: socket.socket, timing: Timing, greeting: str) -> None:
-    """Serve until a signal asks for the end. On the main thread of rank 0; the others follow the batch."""
+def run_server(server: HttpServer, front: Admission, listener: socket.socket, greeting: str, *seconds: float) -> None:
+    """Serve until a signal asks for the end, with the `seconds` of `HttpThread`. On the main thread of rank 0."""
     with StopSignals() as signals:
-        thread = HttpThread(server, front, listener, signals, timing, greeting)
+        thread = HttpThread(server, front, listener, signals, greeting, *seconds)
         thread.start()
         front.batcher.run()
         thread.join()
         thread.watchdog.stop()
         if thread.error is not None:
             raise thread.error
-        thread.report()
+        if server.closed:
+            print("connections closed:", ", ".join(f"{n:,} ({why})" for why, n in sorted(server.closed.items())))

@@ -35,19 +35,14 @@ WAYS: dict[str, tuple[Plan, StreamOptions | None]] = {
 }
 AGAIN = "once more when torch.utils.checkpoint computes it again"
 BUFFER = "changes its buffer"
-FUNCTION = "torch.autograd.Function"
+REENTRANT = "use_reentrant=True"
 # Beside those that are refused wherever a model is cut: what is, where, and why.
 REFUSED = {
     "gems": {"Recomputing": AGAIN, "RecomputingReentrantly": AGAIN, "OldSpectralNorm": BUFFER, "Counting": BUFFER}
     | dict.fromkeys(("Turning", "TurningByAGlobal"), "copies in both directions differ"),
     "streaming": {"Recomputing": AGAIN, "RecomputingReentrantly": AGAIN},
-    "tiles": {"Reversing": FUNCTION, "Rounding": FUNCTION, "RecomputingReentrantly": FUNCTION},
-    "zero3": {
-        "Following": "with ZeRO 3",
-        "Reversing": FUNCTION,
-        "Rounding": FUNCTION,
-        "RecomputingReentrantly": FUNCTION,
-    },
+    "tiles": {"RecomputingReentrantly": REENTRANT},
+    "zero3": {"Following": "with ZeRO 3", "RecomputingReentrantly": REENTRANT},
     "stages": {},
     "microbatches": {"Recomputing": AGAIN, "RecomputingReentrantly": AGAIN},
 }

@@ -24,6 +24,4 @@ def shared(run: Path) -> Iterator[Server]:
         one.job.send_signal(SIGTERM)
         assert one.ended() == 0
     assert one.complained == ""
-    lines = one.said.splitlines()  # after a minute there is a report, which may be the only one
-    assert "stopping by SIGTERM: no new requests" in lines
-    assert any(" tokens/s; to first token p50 " in line for line in lines)
+    assert "stopping by SIGTERM: no new requests" in one.said.splitlines()

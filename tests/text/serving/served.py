@@ -13,7 +13,7 @@ from mpi4dl._http import HttpServer, Limits, bind, url_of
 from mpi4dl.runs.stopping import StopSignals
 from mpi4dl.text.serving.admission import Admission
 from mpi4dl.text.serving.app import api_error, make_app
-from mpi4dl.text.serving.server import HttpThread, Timing
+from mpi4dl.text.serving.server import HttpThread
 from tests.text.serving.standin import StandIn
 
 CONTEXT = 64
@@ -29,7 +29,7 @@ class Served:
         max_queue: int = 64,
         max_body: int = 1 << 20,
         token: str | None = None,
-        timing: Timing = Timing(),  # noqa: B008
+        drain_seconds: float = 30.0,
         limits: Limits = Limits(),  # noqa: B008
         hosts: tuple[str, ...] = (),
     ) -> None:
@@ -38,7 +38,7 @@ class Served:
         listener = bind("127.0.0.1", 0)
         self.url = url_of(listener)
         self.server = HttpServer(make_app(self.front, "tiny", max_body, token, hosts), api_error, limits, 5)
-        self.thread = HttpThread(self.server, self.front, listener, self.signals, timing, "serving at")
+        self.thread = HttpThread(self.server, self.front, listener, self.signals, "serving at", drain_seconds)
         self.running = threading.Thread(target=self.batch.run, daemon=True)
 
     def client(self, token: str = "none") -> openai.OpenAI:

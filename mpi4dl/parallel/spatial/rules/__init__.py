@@ -8,6 +8,7 @@ import mpi4dl.parallel.spatial.rules.attention
 import mpi4dl.parallel.spatial.rules.composed
 import mpi4dl.parallel.spatial.rules.contraction
 import mpi4dl.parallel.spatial.rules.convolution
+import mpi4dl.parallel.spatial.rules.custom_functions
 import mpi4dl.parallel.spatial.rules.draws
 import mpi4dl.parallel.spatial.rules.hooks
 import mpi4dl.parallel.spatial.rules.indexing

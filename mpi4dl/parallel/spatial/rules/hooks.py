@@ -20,7 +20,8 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from mpi4dl.comm import Refusal
 from mpi4dl.comm.exchange import WITHIN, narrow, running_forward
-from mpi4dl.parallel.spatial.flattening import among_copies, between_copies, copies_of, cut_out
+from mpi4dl.parallel.spatial.alignment import part
+from mpi4dl.parallel.spatial.flattening import among_copies, between_copies, copies_of
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import gather_axes, retile
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
@@ -29,7 +30,7 @@ Hook = Callable[[Tensor], Tensor | None]
 _register_hook, _retain_grad = Tensor.register_hook, Tensor.retain_grad
 
 
-class _Gradient:
+class Gradient:
     """The gradient of a tensor of this layout. Collective, and so are its methods."""
 
     def __init__(self, layout: Layout) -> None:
@@ -59,7 +60,10 @@ class _Gradient:
         layout = self.layout.narrow
         if whole.shape != (shape := layout.global_shape(share.shape)):
             raise ValueError(f"a hook got a gradient of shape {tuple(shape)}, but returned one of {tuple(whole.shape)}")
-        mine = retile(whole, layout.tiling).local if isinstance(whole, SpatialTensor) else cut_out(whole, layout)
+        if isinstance(whole, SpatialTensor) and whole.layout.dims == layout.dims and whole.layout.flat == layout.flat:
+            mine = retile(whole, layout.tiling).local
+        else:
+            mine = part(whole, layout)
         if self.holders is not None:
             mine = mine / self.holders.size
         for flat, ranks in self.copies:
@@ -96,7 +100,7 @@ class _Gradient:
 
 def whole_gradient(layout: Layout, share: Tensor) -> Tensor:
     """The gradient of a tensor of this layout, spread in the same way, from this rank's share of it. Collective."""
-    return _Gradient(layout).whole(share)
+    return Gradient(layout).whole(share)
 
 
 class whole_gradients:
@@ -125,7 +129,7 @@ _here = _Contexts()
 @functools.wraps(_register_hook)
 def _register_hook_here(self: Tensor, hook: Hook) -> Any:
     if _here.of_copies and not has_torch_function_unary(self):
-        hook = _Gradient(_here.of_copies[-1]).seen_by(hook)
+        hook = Gradient(_here.of_copies[-1]).seen_by(hook)
     return _register_hook(self, hook)
 
 
@@ -134,7 +138,7 @@ def _retain_grad_here(self: Tensor) -> None:
     if has_torch_function_unary(self):
         handle_torch_function(Tensor.retain_grad, (self,), self)
     elif _here.of_copies and not self.retains_grad:
-        _keep_of_copies(_Gradient(_here.of_copies[-1]), self)
+        _keep_of_copies(Gradient(_here.of_copies[-1]), self)
     else:
         _retain_grad(self)
 
@@ -143,7 +147,7 @@ def _retain_grad_here(self: Tensor) -> None:
 Tensor.register_hook, Tensor.retain_grad = _register_hook_here, _retain_grad_here  # type: ignore
 
 
-def _keep_of_copies(gradient: _Gradient, x: Tensor) -> None:
+def _keep_of_copies(gradient: Gradient, x: Tensor) -> None:
     """Let `x.grad`, of which each rank has a copy, be the whole gradient, added up over backward passes."""
     found, before = weakref.ref(x), list[Tensor | None]()
 
@@ -162,7 +166,7 @@ def _keep_of_copies(gradient: _Gradient, x: Tensor) -> None:
 
 @register(Tensor.register_hook, flat=True)
 def register_hook(x: SpatialTensor, hook: Hook) -> Any:
-    return _register_hook(x.local, _Gradient(x.layout).seen_by(hook))
+    return _register_hook(x.local, Gradient(x.layout).seen_by(hook))
 
 
 @register(Tensor.retain_grad, flat=True)
@@ -174,14 +178,14 @@ def retain_grad(x: SpatialTensor) -> None:
         if kept is not None:
             kept.retained = gather_axes(whole, kept.layout.grid.axes) if kept.kept else whole
 
-    _Gradient(x.layout).keep(x.local, store)
+    Gradient(x.layout).keep(x.local, store)
 
 
 @register(Tensor.grad.__get__, flat=True)  # type: ignore[union-attr]
 def grad(x: SpatialTensor) -> Tensor | None:
     if x.retained is not None or x.local.grad is None:
         return x.retained
-    gradient = _Gradient(x.layout)
+    gradient = Gradient(x.layout)
     if gradient.holders is not None or x.layout.wide:
         raise refusal("Tensor.grad", "ranks hold copies of it, each with a share of the gradient")
     return x.like(x.local.grad)

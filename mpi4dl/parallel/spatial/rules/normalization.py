@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from mpi4dl.comm.exchange import BACKWARD_TAG, CHANNELS_LAST, FORWARD_TAG, Exchange, once_differentiable
+from mpi4dl.comm.exchange import BACKWARD_TAG, CHANNELS_LAST, FORWARD_TAG, Exchange, LocalFunction, once_differentiable
 from mpi4dl.comm.packing import Piece
 from mpi4dl.geometry import BATCH, Tiling, widest
 from mpi4dl.parallel.spatial.grid import Layout
@@ -99,7 +99,7 @@ def may_wait(halo_prefetch: HaloPrefetch, *tensors: Tensor | None) -> bool:
     )
 
 
-class _Normalize(torch.autograd.Function):
+class _Normalize(LocalFunction):
     """Several norms in one exchange each way: of x, weight and bias for each."""
 
     @staticmethod

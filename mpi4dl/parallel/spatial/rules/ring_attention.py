@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
-from mpi4dl.comm.exchange import BACKWARD_TAG, FORWARD_TAG, once_differentiable
+from mpi4dl.comm.exchange import BACKWARD_TAG, FORWARD_TAG, LocalFunction, once_differentiable
 from mpi4dl.comm.packing import Piece
 
 aten = torch.ops.aten
@@ -139,7 +139,7 @@ class Ring(NamedTuple):
         return (slice(start, start + count) for start in range(0, max(1, k.shape[0]), count))
 
 
-class RingAttention(torch.autograd.Function):
+class RingAttention(LocalFunction):
     """Of queries, keys and values (batch and heads, this rank's tokens, features)."""
 
     @staticmethod

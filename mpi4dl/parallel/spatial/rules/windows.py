@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mpi4dl.comm import exchange
-from mpi4dl.comm.exchange import Dims, Exchange, Like, at, no_view, once_differentiable
+from mpi4dl.comm.exchange import Dims, Exchange, Like, LocalFunction, at, no_view, once_differentiable
 from mpi4dl.geometry import BATCH, AxisMap, Interval, OfPart, Split, TransposedWindow, Window, plan_axis
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import HaloPlan, gather_axes, plan_halo
@@ -187,7 +187,7 @@ class Later(Protocol):
     def __call__(self, gradients: Callable[..., Gradients], *held: Tensor) -> None: ...
 
 
-class Windowed(torch.autograd.Function):
+class Windowed(LocalFunction):
     """An operator on x and its halo. If backward reads its input, it saves x itself and the strips that came.
 
     With `later`, weight and bias come without a graph of their own, and backward tells `later` how to compute their
