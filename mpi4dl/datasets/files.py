@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -56,36 +56,30 @@ def _open_picture(path: Path, file: BinaryIO) -> Image:
     except PIL.UnidentifiedImageError as error:
         reason = "is not an image of a kind that Pillow knows: the file is damaged, or its extension is wrong"
         raise BadImage(path, reason) from error
-    # Pillow itself turns what is in a TIFF file.
-    return upright(_Picture(path, image.size, image if small else None), orientation)
+    size, opened = image.size, image if small else None
 
-
-class _Picture:
-    def __init__(self, path: Path, size: tuple[int, int], opened: PIL.Image.Image | None) -> None:
-        self._path, self._opened = path, opened
-        self.size = size[::-1]
-
-    @cached_property
-    def _decoded(self) -> PIL.Image.Image:
-        image, self._opened = self._opened, None
-        if image is not None:
-            image.load()
+    @cache
+    def decoded() -> PIL.Image.Image:
+        if opened is not None:
+            opened.load()
+            found = opened
         else:
             # By its path, Pillow 13 maps an uncompressed TIFF that stands on its side with its sides exchanged.
-            with self._path.open("rb") as stream, PIL.Image.open(stream) as image:
-                image.load()
-        if image.size != self.size[::-1]:
-            raise BadImage(self._path, f"has {image.size} pixels where its header says {self.size[::-1]}")
-        return image
+            with path.open("rb") as stream, PIL.Image.open(stream) as found:
+                found.load()
+        if found.size != size:
+            raise BadImage(path, f"has {found.size} pixels where its header says {size}")
+        return found
 
-    def read(self, *space: Interval) -> Pixels:
-        rows, cols = space
-        return in_strips(self._strip, rows, cols, max(1, _STRIP_PIXELS // max(1, cols.length)))
-
-    def _strip(self, rows: Interval, cols: Interval) -> Pixels:
+    def strip(rows: Interval, cols: Interval) -> Pixels:
         box = (cols.start, rows.start, cols.stop, rows.stop)
-        whole = box == (0, 0, *self._decoded.size)
-        return rgb_of_pillow(self._decoded if whole else self._decoded.crop(box))
+        return rgb_of_pillow(decoded() if box == (0, 0, *size) else decoded().crop(box))
+
+    def read(rows: Interval, cols: Interval) -> Pixels:
+        return in_strips(strip, rows, cols, max(1, _STRIP_PIXELS // max(1, cols.length)))
+
+    # Pillow itself turns what is in a TIFF file.
+    return upright(FunctionImage(size[::-1], read), orientation)
 
 
 SLIDE_SUFFIXES = (".svs", ".ndpi", ".mrxs", ".scn", ".vms", ".vmu", ".bif", ".svslide")

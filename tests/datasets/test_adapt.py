@@ -165,15 +165,6 @@ def test_what_is_no_dataset(found, message):
         adapt(found)
 
 
-def test_random_transforms_of_torchvision_are_alike_for_all_boxes():
-    flips = torchvision.transforms.RandomHorizontalFlip()
-    made = [adapt(torchvision.datasets.FakeData(6, (3, *SIZE), 4, transform=flips)) for _ in range(2)]
-    assert all(dataset.draws for dataset in made)
-    torch.rand(3)  # as the model does
-    first, second = (first_batch(dataset).tiles[0] for dataset in made)
-    assert torch.equal(first, second)
-
-
 def test_a_file_of_the_users_that_is_not_there_is_a_bad_image():
     class Gone(Broken):
         def image(self, index):

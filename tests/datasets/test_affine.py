@@ -58,11 +58,6 @@ def test_images_and_masks_are_those_of_torchvision(size: tuple[int, int], variat
     assert (view.mask(mask, variation) != as_torchvision(mask, variation, IGNORED)).mean() < 1e-3  # halves of a pixel
 
 
-def test_a_quarter_turn_is_that_of_numpy() -> None:
-    pixels = noise_image(64, 64)
-    assert np.array_equal(shown(View((64, 64)), pixels, Variation(degrees=90.0)), np.rot90(pixels))
-
-
 @pytest.mark.parametrize("fit", ["resize", "crop", "pad"])
 @pytest.mark.parametrize("patch", [None, 16])
 @pytest.mark.parametrize("turns", [0, 1])

@@ -1,4 +1,4 @@
-"""mpi4dl.datasets.sources: one sub-folder per class, and messages for every way to get that wrong."""
+"""mpi4dl.datasets.sources and .listed: one sub-folder per class, parts of images, and ways to get these wrong."""
 
 import os
 import re
@@ -10,7 +10,7 @@ import tifffile
 
 from mpi4dl.datasets import BadImage, DatasetError
 from mpi4dl.datasets.kinds import PICTURES, SLIDES, VOLUMES
-from mpi4dl.datasets.listed import OtherFile
+from mpi4dl.datasets.listed import OtherFile, class_folders, parts
 from mpi4dl.datasets.sources import open_files
 from tests.datasets.boxes import noise_image, whole
 
@@ -97,16 +97,6 @@ def test_a_class_may_be_a_link_to_a_folder(tmp_path):
     put(tmp_path / "root/a/1.png")
     (tmp_path / "root/b").symlink_to(tmp_path / "elsewhere")
     assert len(listed(tmp_path / "root")) == 2
-
-
-def test_a_bad_file_is_found_when_it_is_opened(tmp_path):
-    put(tmp_path / "a/1.png")
-    put(tmp_path / "b/1.png")
-    (tmp_path / "b/1.png").write_bytes(b"")
-    dataset = listed(tmp_path)
-    assert dataset.image(0).size[0] == 4
-    with pytest.raises(BadImage, match=r"b/1\.png: is empty \(0 bytes\)"):
-        dataset.image(1)
 
 
 LAYOUT = "expected <folder>/<class>/*.png, or <folder>/train/<class>/*.png and <folder>/val/<class>/*.png"
@@ -204,3 +194,61 @@ def test_names_do_not_steer_the_terminal(tmp_path):
             dataset.image(index)
         assert str(caught.value).startswith(f"{tmp_path}/{shown}: ")
         assert str(caught.value).isprintable()
+
+
+def make(root, *folders):
+    for folder in folders:
+        (root / folder).mkdir(parents=True)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("folders", "expected"),
+    [
+        (["train", "val"], ("train", "val", ())),
+        (["train", "test"], ("train", "test", ())),
+        (["train", "valid"], ("train", "valid", ())),
+        (["training", "validation"], ("training", "validation", ())),
+        (["Train", "Val"], ("Train", "Val", ())),
+        (["TRAIN", "TEST"], ("TRAIN", "TEST", ())),
+        (["training", "testing"], ("training", "testing", ())),
+        (["train", "dev", "test"], ("train", "dev", ("test",))),
+        (["train", "val", "notes", ".cache"], ("train", "val", ("notes",))),
+    ],
+    ids=str,
+)
+def test_parts_by_the_names_that_people_give_them(tmp_path, folders, expected):
+    assert parts(make(tmp_path, *folders)) == expected
+
+
+@pytest.mark.parametrize(
+    "folders",
+    [["cat", "dog"], ["train", "bus", "car"], ["control", "test"], ["valid", "invalid"], ["train"], [], ["Test", "a"]],
+    ids=str,
+)
+def test_classes_that_are_called_like_a_part(tmp_path, folders):
+    assert parts(make(tmp_path, *folders)) is None
+    assert class_folders(tmp_path) == tuple(sorted(folders))
+
+
+@pytest.mark.parametrize(
+    ("folders", "message"),
+    [
+        (["train", "Train", "val"], "has Train and train, which may be the same part of the images: leave one of them"),
+        (["train", "val", "valid"], "has val and valid, which may be the same part"),
+        (["train", "training"], "has train, training, which are no classes, and together no parts to train on and to"),
+        (["val", "test"], "has val, test, which are no classes"),
+        (["cat", "dog", "val/cat", "val/dog"], "has val, which are no classes"),
+    ],
+    ids=str,
+)
+def test_parts_that_nobody_can_tell_apart_are_refused(tmp_path, folders, message):
+    with pytest.raises(DatasetError, match=re.escape(f"{make(tmp_path, *folders)}: {message}")):
+        parts(tmp_path)
+
+
+def test_parts_inside_each_class_are_refused(tmp_path):
+    make(tmp_path, "cat/train", "cat/val", "dog/train", "dog/val")
+    assert parts(tmp_path) is None
+    with pytest.raises(DatasetError, match=r"cat: has train and val inside a class; expected <folder>/<class>"):
+        class_folders(tmp_path)

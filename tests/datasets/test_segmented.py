@@ -13,7 +13,6 @@ import torch
 
 from mpi4dl import datasets
 from mpi4dl.datasets import Augmentation, BadImage, DatasetError, Loader, View
-from mpi4dl.datasets.kinds import VOLUMES
 from mpi4dl.datasets.masks import Mask, indices_of, open_stored, values_in
 from mpi4dl.datasets.sources import open_files
 from mpi4dl.geometry import Box, GridShape, Interval, Tiling
@@ -264,17 +263,3 @@ def test_folders_that_cannot_be(root, harmed, message):
         (root / harmed).unlink()
     with pytest.raises(DatasetError, match=re.escape(message)):
         open_files(root)
-
-
-def test_volumes(tmp_path):
-    random = np.random.default_rng(0)
-    for number in range(3):
-        mask = random.integers(0, 3, (6, 8, 10)).astype(np.int16)
-        for kind, array in (("images", mask.astype(np.float32)), ("masks", mask)):
-            (tmp_path / kind).mkdir(exist_ok=True)
-            np.save(tmp_path / kind / f"{number}.npy", array)
-    folder = open_files(tmp_path, VOLUMES)
-    view = View((4, 5, 6), "crop", Augmentation(flip_depth=True, flip_rows=True), mean=(0,), std=(1,))
-    (batch,) = Loader(folder, view, 3, lambda n: [Box(Interval(0, n), *map(Interval, (0, 0, 0), view.size))]).epoch(2)
-    assert batch.labels.shape == (3, 4, 5, 6)
-    assert torch.equal(batch.tiles[0][:, 0].long(), batch.labels)

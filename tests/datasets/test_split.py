@@ -34,7 +34,6 @@ HUNDREDTHS = st.integers(1, 99).map(lambda number: number / 100)
 
 
 split_slides = partial(split_rows, kind=OF_SLIDES)
-check_slides = partial(check_parts, kind=OF_SLIDES)
 
 
 def by_patient(patients: list[str], values: list[Any]) -> dict[str, Any]:
@@ -229,12 +228,6 @@ def test_classes_that_a_part_lacks(
     found = check_parts(given_rows, task, classes)
     assert len(found) == len(warnings)
     assert all(word in warning for words, warning in zip(warnings, found, strict=True) for word in words)
-
-
-def test_a_patient_in_two_parts_is_an_error() -> None:
-    with pytest.raises(DatasetError, match=r"'p' .*val .*'s4' of line 4.*train .*'s2' of line 2"):
-        check_slides([row(2, "p", "train"), row(3, "q", "val"), row(4, "p", "val")])
-    assert check_slides([row(2, "p", "train"), row(3, "p", ""), row(4, "p", "train")]) == ()
 
 
 def rows_of(slides: list[tuple[str, int]]) -> tuple[Sample, ...]:

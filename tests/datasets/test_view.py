@@ -4,6 +4,7 @@ import re
 from itertools import product
 
 import numpy as np
+import PIL.Image
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,16 +46,6 @@ def test_tiles_join_to_the_whole(data):
         for rows, cols in tiles(data.draw(cuts(target[0])), data.draw(cuts(target[1]))):
             joined[:, slice(*rows), slice(*cols)] = view.tile(image, rows, cols, variation=variation)
     assert np.array_equal(joined, expected)
-
-
-@pytest.mark.parametrize("fit", ["crop", "resize"])
-def test_flips_mirror_the_whole_image(fit):
-    image, view = WholeImage(noise_image(31, 47)), View((31, 47), fit)
-    plain = view.pixels(image, *whole(31, 47))
-    assert np.array_equal(plain, noise_image(31, 47))
-    for rows, cols in ((True, False), (False, True), (True, True)):
-        flipped = view.pixels(image, *whole(31, 47), variation=Variation(flip_rows=rows, flip_cols=cols))
-        assert np.array_equal(flipped, plain[:: -1 if rows else 1, :: -1 if cols else 1])
 
 
 @pytest.mark.parametrize("patch", [None, 4])
@@ -164,3 +155,42 @@ def test_mean_and_std_must_fit_the_channels():
 def test_beyond_a_mask_of_bytes_pixels_are_ignored():
     found = View((4, 4), "crop").mask(np.ones((2, 2), np.uint8))
     assert (found.dtype, (found == 1).sum(), (found == -100).sum()) == (np.int64, 4, 12)
+
+
+def frames(source, target):
+    return [transform.Frame(n, 0.0, s / n) for s, n in zip(source, target, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [((60, 80), (60, 80)), ((60, 80), (31, 17)), ((60, 80), (130, 90)), ((300, 40), (200, 256)), ((1, 1), (5, 7))],
+)
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_small_frames_are_exactly_what_pillow_makes(source, target, channels):
+    pixels = noise_image(*source, channels)
+    resized = transform.resize(WholeImage(pixels), frames(source, target), whole(*target))
+    pictures = [PIL.Image.fromarray(pixels[..., c]) for c in range(channels)]
+    expected = [np.asarray(picture.resize(target[::-1], PIL.Image.Resampling.BILINEAR)) for picture in pictures]
+    assert np.array_equal(resized, np.stack(expected, axis=2))
+
+
+@pytest.mark.parametrize(("source", "target"), [((700, 900), (600, 520)), ((150, 170), (640, 700))])
+def test_large_frames_differ_from_pillow_by_rounding_only(source, target):
+    pixels = noise_image(*source)
+    resized = transform.resize(WholeImage(pixels), frames(source, target), whole(*target))
+    expected = np.asarray(PIL.Image.fromarray(pixels).resize(target[::-1], PIL.Image.Resampling.BILINEAR))
+    assert np.abs(resized.astype(int) - expected).max() <= 1
+
+
+def test_a_large_reduction_reads_a_bounded_window_at_a_time():
+    class Endless:
+        size = (100_000, 100_000)
+        largest = 0
+
+        def read(self, rows, cols):
+            self.largest = max(self.largest, rows.length, cols.length)
+            return np.zeros((rows.length, cols.length, 3), np.uint8)
+
+    image = Endless()
+    transform.resize(image, frames((100_000, 100_000), (512, 512)), (Interval(100, 130), Interval(0, 30)))
+    assert image.largest < 1.2 * transform.BLOCK_SOURCE_PX
