@@ -280,6 +280,14 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
 
         wrap(Returned())(images)
 
+    @refused_with("TypeError: a set with tensors goes in or out of a model on tiles")
+    def without_order(wrap: Wrap) -> None:
+        class Returned(Network):
+            def forward(self, x: Tensor) -> Any:
+                return {self.first(x), self.again(self.first(x))}
+
+        wrap(made(Returned))(images)
+
     @refused_with("RuntimeError: second derivatives are not computed through a model on tiles")
     def a_penalty(wrap: Wrap) -> None:
         model, x = wrap(made()), images.clone().requires_grad_()
@@ -406,7 +414,7 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
         cut = tiles.cut(images.clone().requires_grad_())
         (cut * cut).mean().backward()
 
-    assert len(found) == 30
+    assert len(found) == 31
     assert {name: message for name, (words, message) in found.items() if not message.startswith(words)} == {}
 
 
