@@ -38,7 +38,7 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
     from mpi4dl.inference.images import framed_for, open_to_evaluate, seen_before
     from mpi4dl.inference.model import Predictor
     from mpi4dl.inference.scoring import judging_by, score
-    from mpi4dl.results.evaluations import file_of_evaluation
+    from mpi4dl.results.evaluations import file_of_evaluation, require_writable
     from mpi4dl.results.runs import fold_folders
     from mpi4dl.results.slides import places_of
 
@@ -70,8 +70,12 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
             warnings = seen_before(images, model.folder)
     for line in (*model.title(), f"evaluated on {which}", *warnings) if comm.rank == 0 else ():
         print(asked.spell(line), flush=True)
+    out = None if options.out is None else Path(options.out)
+    with comm.together():
+        if comm.rank == 0:
+            require_writable(out or model.folder)
     scores = score(model, images, judging, speaks=True, seams=options.seams, lpips=options.lpips)
-    file = file_of_evaluation(model.folder, None if options.out is None else Path(options.out), datetime.now())
+    file = file_of_evaluation(model.folder, out, datetime.now())
     told: dict[str, Any] = {
         "source": asked.source,
         "weights": str(model.weights),
@@ -84,8 +88,9 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
     }
     with comm.together():
         if comm.rank == 0:
-            remarks = scores.write(file, told)
-            print("\n".join([*scores.table(), *remarks]))
+            print("\n".join(scores.table()), flush=True)  # which stays, if the disk is full
+            for remark in scores.write(file, told):
+                print(remark)
             bad = f", {len(scores.bad)} could not be read" if scores.bad else ""
             print(f"{counted(scores.count, scores.what)} evaluated{bad}; see {file} and {file.stem}.csv")
 

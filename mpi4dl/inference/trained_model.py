@@ -24,7 +24,7 @@ from mpi4dl.inference.predicting import predictions_of
 from mpi4dl.inference.scoring import Scores, judging_by, score
 from mpi4dl.options.config import facts
 from mpi4dl.options.declare import from_keywords
-from mpi4dl.results.evaluations import file_of_evaluation
+from mpi4dl.results.evaluations import file_of_evaluation, require_writable
 from mpi4dl.results.formats import Record
 
 T = TypeVar("T")
@@ -104,6 +104,10 @@ class TrainedModel(Predictor):
         else:
             found = self._adapted(images)
             self.comm.agree(difference(found, self.about))
+        if out is not None:
+            with self.comm.together():
+                if self.comm.rank == 0:
+                    require_writable(Path(out))
         scores = score(model, found, judging, seams=asked.seams, lpips=asked.lpips)
         if out is not None:
             file = file_of_evaluation(self.folder, Path(out), datetime.now())

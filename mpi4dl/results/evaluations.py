@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
-from mpi4dl._files import make_folder, write_durably
+from mpi4dl._files import make_folder, naming, write_durably
 from mpi4dl.results.formats import TEXTS, Record, read_object, read_table, reading, write_object
 from mpi4dl.results.names import BESIDE, EVALUATION
 
@@ -28,6 +29,13 @@ def file_of_evaluation(folder: Path, out: Path | None, now: datetime) -> Path:
         for path in (folder / f"{stem}.json" for stem in stems)
         if not path.exists() and not path.with_suffix(".csv").exists()
     )
+
+
+def require_writable(folder: Path) -> None:
+    """See that an evaluation can be written into a folder, before it takes hours. Raises OSError."""
+    make_folder(folder)
+    with naming(folder), TemporaryFile(dir=folder):
+        pass
 
 
 def beside(evaluation: Path, name: str) -> Path:

@@ -29,7 +29,8 @@ class Perceptual(BatchLoss):
             whole = build(weights=None, init_weights=False).requires_grad_(False).eval()
         shapes = {name: value.shape for name, value in whole.state_dict().items() if name.startswith("features.")}
         if shapes != {name: value.shape for name, value in own.items()}:
-            raise ValueError("`loss` perceptual needs weights of vgg16 or vgg19: `loss_options` vgg=vgg16.pth")
+            other = "" if vgg is None else ", as torchvision names them, and those of `vgg` are others"
+            raise ValueError(f"`loss` perceptual needs weights of vgg16 or vgg19{other}: `loss_options` vgg=vgg16.pth")
         whole.load_state_dict(own, strict=False, assign=True)
         ends, block, number = dict[str, int](), 1, 0
         for end, layer in enumerate(whole.features, 1):

@@ -257,6 +257,18 @@ def test_commands_on_a_full_disk_end_all_ranks_by_its_name(
     assert not [path for path in out.rglob("*.new")]
 
 
+def evaluated_nothing(comm: Communicator, argv: list[str]) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mpi4dl.inference.scoring.score", None)
+        return refused(comm, evaluate, argv)
+
+
+def test_an_evaluation_that_cannot_be_written_is_refused_before_it(ranks: Ranks, trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    for said in ranks(2).run(evaluated_nothing, of_evaluation(trained, tmp_path / "taken" / "out")):
+        assert "taken is a file" in said
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("job", ["train", "predict", "evaluate", "embed"])
 def test_a_job_on_a_full_disk_says_it_once_and_fails(trained: Path, tmp_path: Path, job: str) -> None:

@@ -69,6 +69,13 @@ def test_focal_without_focus_is_cross_entropy(gamma: float) -> None:
     assert (float(found) == pytest.approx(float(F.cross_entropy(outputs, targets, reduction="sum")))) == (gamma == 0)
 
 
+def test_a_perceptual_loss_says_what_is_wrong_with_its_weights() -> None:
+    with pytest.raises(ValueError, match=r"needs weights of vgg16 or vgg19: `loss_options` vgg="):
+        build_loss("perceptual")
+    with pytest.raises(ValueError, match=r"as torchvision names them, and those of `vgg` are others"):
+        build_loss("perceptual", vgg={"features.0.weight": torch.zeros(64, 3, 11, 11)})
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("plan", [TILES, SPLIT, WAYS, STAGES, GEMS], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
