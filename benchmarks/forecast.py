@@ -83,7 +83,6 @@ OPTIONS = (
     declared.count("--plans", 10, "for each number of ranks"),
     declared.count("--image-size", 128, "height and width of the images, in pixels"),
     declared.batch_size(8),
-    declared.count("--ranks-per-node", 1 << 20, "neighbouring ranks on an emulated node"),
     Option("--latency-us", POSITIVE, 5.0, "of a message within a node"),
     Option("--gigabytes", POSITIVE, 10.0, "a second, within a node"),
     Option("--network-latency-us", POSITIVE, 500.0, "of a message between nodes"),
@@ -116,10 +115,7 @@ def check(options: Options) -> str | None:
     if options.clock != "virtual" and cores() < 2:
         return f"--clock {options.clock} needs a core for each of two ranks, and there is {cores()}"
     unknown = [name for name in options.models if name not in SIZES]
-    if unknown:
-        return f"--models {unknown[0]}: choose of {', '.join(SIZES)}"
-    parted = [ranks for ranks in options.ranks if ranks % min(options.ranks_per_node, ranks)]
-    return f"--ranks {parted[0]}: no multiple of --ranks-per-node {options.ranks_per_node}" if parted else None
+    return f"--models {unknown[0]}: choose of {', '.join(SIZES)}" if unknown else None
 
 
 def builder(name: str, image_size: int) -> "partial[nn.Module]":
@@ -134,7 +130,7 @@ def machine_of(options: Options, num_ranks: int) -> "Machine":
     from benchmarks.common.emulated import emulated_machine
     from mpi4dl.parallel.costs.cost_model import Link
 
-    each = 1 if options.clock == NETWORK else min(options.ranks_per_node, num_ranks)
+    each = 1 if options.clock == NETWORK else num_ranks
     within = Link(1e-6 * options.latency_us, 1e-9 / options.gigabytes)
     between = Link(1e-6 * options.network_latency_us, 1e-9 / options.network_gigabytes)
     return emulated_machine(num_ranks // each, each, within, between)

@@ -197,9 +197,8 @@ def work(options: Options) -> None:
 
 def of_precision(shop: Shop) -> dict[str, Any]:
     """Bytes of the weights, and the validation loss of the run, in nats a token and in bits a byte."""
-    from mpi4dl.text.loading import bytes_of
 
-    found: dict[str, Any] = {"bytes": sum(bytes_of(parameter) for parameter in shop.held.parameters())}
+    found: dict[str, Any] = {"bytes": sum(parameter.nbytes for parameter in shop.held.parameters())}
     return found if shop.trained is None else found | validation(shop, shop.trained)
 
 

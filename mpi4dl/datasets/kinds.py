@@ -1,18 +1,20 @@
 """Kinds of files with samples: how they end, which files together are one sample, and how a table of them looks.
 
-`volumes.FORMATS` has the formats of volumes: a new one is a file of its own and a line there.
+`volumes.VOLUME_SUFFIXES` has the formats of volumes: a new one is a file of its own and a line there.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from mpi4dl._wording import counted, some
+from mpi4dl.datasets import series
 from mpi4dl.datasets.base import DatasetError, printable
 from mpi4dl.datasets.files import DICOM, SUFFIXES, WHOLE_SLIDES, ZARR_SUFFIXES
 from mpi4dl.datasets.listed import files_below
-from mpi4dl.datasets.volumes import GROUPED, VOLUME_SUFFIXES
+from mpi4dl.datasets.slides import dicom
+from mpi4dl.datasets.volumes import VOLUME_SUFFIXES
 
 # The files of each sample among those of a folder, its main file first.
 Grouped = Callable[[Sequence[Path]], Sequence[Sequence[Path]]]
@@ -25,7 +27,7 @@ class FileKind:
     Attributes:
         noun: what messages call one, and `nouns` several.
         suffixes: how they end; not_read: how such files end that cannot be read, which a warning names.
-        grouped: of files that end so, those that together are one sample.
+        grouped: of the files of DICOM of a folder, those that together are one sample.
         stands_for: the endings of files that a table may name instead.
         layout: what a table looks like, for errors.
         missing: what to do about a file that is not there, for errors.
@@ -35,7 +37,7 @@ class FileKind:
 
     noun: str
     suffixes: tuple[str, ...]
-    grouped: Mapping[str, Grouped] = field(default_factory=dict)
+    grouped: Grouped | None = None
     stands_for: tuple[str, ...] = ()
     layout: str = "expected a line such as file,class and below it one for each image, such as a/1.png,benign"
     missing: str = ""
@@ -46,11 +48,6 @@ class FileKind:
     @property
     def nouns(self) -> str:
         return self.noun.replace("file", "files") if " " in self.noun else f"{self.noun}s"
-
-    def _takes(self, path: Path) -> bool:
-        """Whether a file below a folder is of this kind; one without a known ending begins like DICOM."""
-        name = path.name.lower()
-        return name.endswith(self.suffixes) or (DICOM in self.suffixes and not name.endswith(self.not_read))
 
     def below(self, folder: Path) -> tuple[list[str], dict[str, str]]:
         """The samples below a folder, in order, and the sample that each other file is a part of.
@@ -63,7 +60,9 @@ class FileKind:
             what = f"is a file, not a folder of {self.nouns}" if folder.exists() else f"no such folder of {self.nouns}"
             raise DatasetError(f"{folder}: {what}: name one by `{self.folder_option}`")
         paths = [*files_below(folder, (*self.suffixes, *self.not_read))]
-        others = [path for path in paths if not self._takes(path)]
+        others = [path for path in paths if not path.name.lower().endswith(self.suffixes)]
+        if DICOM in self.suffixes:  # one without a known ending begins like DICOM
+            others = [path for path in others if path.name.lower().endswith(self.not_read)]
         if others:
             names = sorted(path.relative_to(folder).as_posix() for path in others)
             told = f"{counted(len(names), 'file')} below {folder} left out: {some(names, 3)}"
@@ -72,26 +71,20 @@ class FileKind:
             )
             paths = sorted({*paths} - {*others})
         found, parts_of = [], dict[str, str]()
-        for suffix, grouped in self.grouped.items():
-            apart = tuple(each for each in self.suffixes if each != suffix)
+        if self.grouped is not None:
+            apart = tuple(each for each in self.suffixes if each != DICOM)
             folders: dict[Path, list[Path]] = {}
             for path in sorted(each for each in paths if not each.name.lower().endswith(apart)):
                 folders.setdefault(path.parent, []).append(path)
             paths = [path for path in paths if path.name.lower().endswith(apart)]
             for parent, inside in folders.items():
-                samples = grouped(inside)
+                samples = self.grouped(inside)
                 for files in samples:
                     path = parent if len(samples) == 1 and parent != folder else files[0]
                     found.append(path.relative_to(folder).as_posix())
                     parts_of.update((file.relative_to(folder).as_posix(), found[-1]) for file in files)
         found += [path.relative_to(folder).as_posix() for path in paths]
         return sorted(found), parts_of
-
-
-def _slides_of_dicom(paths: Sequence[Path]) -> Sequence[Sequence[Path]]:
-    from mpi4dl.datasets.slides import dicom
-
-    return dicom.grouped(paths)
 
 
 _OTHER_PICTURES = (".gif", ".jp2", ".j2k", ".jfif", ".jpe", ".heic", ".heif", ".avif", ".jxl", ".tga", ".ppm", ".pgm")
@@ -101,12 +94,12 @@ PICTURES = FileKind(
     "image", SUFFIXES, not_read=(*_OTHER_PICTURES, *_OTHER_SLIDES, *_OTHER_VOLUMES, DICOM, ".nii", ".nii.gz", ".npy")
 )
 VOLUMES = FileKind(
-    "volume", tuple(VOLUME_SUFFIXES), GROUPED, not_read=(*_OTHER_VOLUMES, *ZARR_SUFFIXES, ".h5", ".czi", ".lif")
+    "volume", tuple(VOLUME_SUFFIXES), series.grouped, not_read=(*_OTHER_VOLUMES, *ZARR_SUFFIXES, ".h5", ".czi", ".lif")
 )
 SLIDES = FileKind(
     "slide",
     WHOLE_SLIDES,
-    {DICOM: _slides_of_dicom},
+    dicom.grouped,
     layout="expected a line such as slide_id,case_id,label and below it one for each slide, such as s1,p1,tumour",
     missing=": correct its name, or name the folder of slides by `slides_folder`",
     folder_option="slides_folder",

@@ -198,15 +198,13 @@ def _open_stack(path: Path) -> Opened:
     return Opened(shape, read_part, dtype, channel=channel)
 
 
-# How to open a file of each kind, or a folder of such files that are one volume, and which of such files are one.
-FORMATS: Mapping[str, tuple[Callable[[Path], Opened], Callable[..., Any] | None]] = {
-    ".npy": (_open_npy, None),
-    ".npz": (_open_npz, None),
-    ".tif": (_open_stack, None),
-    ".tiff": (_open_stack, None),
-    ".nii": (_open_nifti, None),
-    ".nii.gz": (_open_nifti, None),
-    DICOM: (series.open_series, series.grouped),
+# How to open a file of each kind, or a folder of DICOM.
+VOLUME_SUFFIXES: Mapping[str, Callable[[Path], Opened]] = {
+    ".npy": _open_npy,
+    ".npz": _open_npz,
+    ".tif": _open_stack,
+    ".tiff": _open_stack,
+    ".nii": _open_nifti,
+    ".nii.gz": _open_nifti,
+    DICOM: series.open_series,
 }
-VOLUME_SUFFIXES = {suffix: opened for suffix, (opened, _) in FORMATS.items()}
-GROUPED = {suffix: grouped for suffix, (_, grouped) in FORMATS.items() if grouped is not None}

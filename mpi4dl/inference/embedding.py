@@ -236,20 +236,6 @@ class PatchBatch(NamedTuple):
     stop: int
 
 
-def units_of(counts: Sequence[int], at_once: int) -> list[PatchBatch]:
-    """The batches of slides that have so many patches each."""
-    return [
-        PatchBatch(slide, start, min(start + at_once, count))
-        for slide, count in enumerate(counts)
-        for start in range(0, count, at_once)
-    ]
-
-
-def shares_of(units: Sequence[PatchBatch], num_ranks: int) -> list[list[PatchBatch]]:
-    """The batches of each rank: neighbours, and as many on each rank but for one."""
-    return [list(units[a:b]) for a, b in pairwise(even_cuts(len(units), num_ranks))]
-
-
 class Embedding:
     """The slides that options name, of which files of features are written into a folder. Collective.
 
@@ -380,7 +366,12 @@ class Embedding:
         own = group[comm.rank] if comm.rank < len(group) else None
         places: list[Any] = comm.all_gather_object(self._places.pop(own, None) if own is not None else None)
         counts = [0 if index in self.bad else len(places[number]) for number, index in enumerate(group)]
-        shares = shares_of(units_of(counts, self.at_once), comm.size)
+        batches = [
+            PatchBatch(number, start, min(start + self.at_once, count))
+            for number, count in enumerate(counts)
+            for start in range(0, count, self.at_once)
+        ]
+        shares = [batches[a:b] for a, b in pairwise(even_cuts(len(batches), comm.size))]  # neighbours, as many each
         with comm.together((DatasetError, OSError)), self.patience.working("patches"):
             found, problems = self._features_of(group, places, shares[comm.rank])
         for theirs in comm.all_gather_object(problems):
@@ -460,16 +451,10 @@ class Embedding:
         sends = [Piece(number, torch.cat(found[number])) for number in good if number in found]
         if rank in good:
             whole = torch.empty(counts[rank], self.encoder.num_features)
-            spans = [(source, _span(rank, units)) for source, units in enumerate(shares)]
-            receives = [Piece(source, whole[slice(*span)]) for source, span in spans if span is not None]
+            mine = [[unit for unit in units if unit.slide == rank] for units in shares]
+            receives = [Piece(n, whole[own[0].start : own[-1].stop]) for n, own in enumerate(mine) if own]
         self.comm.iexchange(sends, receives).wait()
         return None if whole is None else whole.numpy()
-
-
-def _span(slide: int, units: Sequence[PatchBatch]) -> tuple[int, int] | None:
-    """The patches of a slide that neighbouring batches have; None if none."""
-    own = [unit for unit in units if unit.slide == slide]
-    return (own[0].start, own[-1].stop) if own else None
 
 
 def _attributes(slide: Slide, patch: int, name: str) -> dict[str, Any]:

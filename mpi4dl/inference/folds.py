@@ -34,12 +34,7 @@ from mpi4dl.results.slides import places_of
 from mpi4dl.runs.folder import BEST
 from mpi4dl.runs.samples import RunSamples
 from mpi4dl.tasks.curves import is_rule
-from mpi4dl.training.folds import require_alike, settings_of_fold
-
-
-def _say(comm: Communicator, line: str) -> None:
-    if comm.rank == 0:
-        print(line, flush=True)
+from mpi4dl.training.folds import require_alike, say, settings_of_fold
 
 
 def summarise(
@@ -67,7 +62,7 @@ def summarise(
     runs, asked, unfinished = comm.from_first(lambda: _looked_at(folder, part))
     if len(runs) < 2:
         comm.agree(f"{folder}: {counted(len(runs), 'fold')} finished, but a summary needs two: train more folds")
-    _say(comm, f"{counted(len(runs), 'fold')} of {folder}: their {asked} samples" + (
+    say(comm, f"{counted(len(runs), 'fold')} of {folder}: their {asked} samples" + (
         f"; not finished: {some([*map(str, unfinished)])}" if unfinished else ""))  # fmt: skip
     found: dict[int, Scores] = {}
     seen: list[Named] = []
@@ -75,7 +70,7 @@ def summarise(
         best = comm.broadcast_object(asked == "test" and (path / BEST).is_file())
         model = Predictor(path / BEST if best else path, chosen, comm)
         images, which = open_files_of_run(comm, model.trained, path, asked)
-        _say(comm, spell(f"fold {fold}: {model.weights} on {which}"))
+        say(comm, spell(f"fold {fold}: {model.weights} on {which}"))
         found[fold] = score(model, images, replace(judging, resamples=0), speaks=True)
         seen.append(images)
     with comm.together((ValueError, OSError)):

@@ -299,7 +299,8 @@ def placed(trained: "ModelOptions", chosen: Inference, num_ranks: int) -> tuple[
     if tiles is None:
         tiles = ((1,) * max(2, len(size)) if len(size) != 1 else (1,),)
     if data is None:
-        others = asked.tensor * sum(prod(grid) for grid in _each(tiles, asked.stages))
+        grids = (tiles[min(stage, len(tiles) - 1)] for stage in range(asked.stages))  # the last is that of all behind
+        others = asked.tensor * sum(map(prod, grids))
         data = max(1, num_ranks // others)
     if own_sizes:
         batch_size = data
@@ -318,11 +319,6 @@ def placed(trained: "ModelOptions", chosen: Inference, num_ranks: int) -> tuple[
 
 _SAME = frozenset(each.name for each in fields(Placing)) & frozenset(each.name for each in fields(Parallel))
 _SAME -= {"tiles", "data"}  # None of which is to be chosen
-
-
-def _each(tiles: tuple[tuple[int, ...], ...], stages: int) -> tuple[tuple[int, ...], ...]:
-    """The grid of each stage: the last one is that of all that follow."""
-    return tuple(tiles[min(stage, len(tiles) - 1)] for stage in range(stages))
 
 
 def near_square(count: int, num_axes: int) -> tuple[int, ...]:

@@ -166,7 +166,7 @@ class _OnTiles(nn.Module):
 
     def _get_name(self) -> str:
         """As `torch.fx` calls it before it traces a model: later it would end in an error of its own."""
-        if sys._getframe(1).f_code is torch.fx.Tracer.trace.__code__:
+        if sys._getframe(1).f_code is inspect.unwrap(torch.fx.Tracer.trace).__code__:  # the compiler wraps it
             raise Refusal(TRACED)
         return super()._get_name()
 
@@ -386,8 +386,8 @@ class _Loop:
 
 
 UNLIKE = {
-    "places": "ranks {} are in different calls of models, or in backward passes of different outputs: call models, and "
-    "take gradients, in the same order on all ranks (a set has no order)",
+    "places": "ranks {} are in different calls of models, backward passes of outputs, or uses of maps that hooks keep: "
+    "make all of them on all ranks, in the same order (a set has none)",
     "modes": "ranks {} call the model in other modes (train or eval, with or without gradients), or train other "
     "parameters: do the same on all ranks",
     "inputs": "ranks {} called the model with other inputs, but tiles are cut of one image that all ranks have: seed "
@@ -553,8 +553,10 @@ def outside(x: Tensor) -> Tensor:
     """What somebody kept of a model as the output that it is; other tensors are what they are."""
     if isinstance(x, SpatialTensor) and x.made_in is not None and x.kept:
         if x.output is None:
+            grid = x.layout.grid
+            _compared(grid.comm, {"places": ("kept", x.made_in.number, x.shape)})
             with torch.enable_grad():
-                x.output = _output(x, x.layout.grid, x.layout.grid.loop == "spread", x.made_in)
+                x.output = _output(x, grid, grid.loop == "spread", x.made_in)
         return x.output
     return x.outside() if isinstance(x, KeptTensor) else x
 

@@ -23,7 +23,6 @@ from mpi4dl._wording import counted
 from mpi4dl.options.config import default_toml
 from mpi4dl.parallel.tables.drawing import as_svg, legend, summary
 from mpi4dl.reports.reading import (
-    Judged,
     ShownRun,
     extremes,
     finite,
@@ -184,12 +183,12 @@ def find(name: str, folders: Sequence[Path], homes: Sequence[Path]) -> Path | No
     return next((path for path in paths if leads_to(path, homes) and path.is_file()), None)
 
 
-def thumbnail(path: Path) -> str | None:
-    """A JPEG as the source of an <img>, or None for what is too large, or cannot be read."""
+def thumbnail(path: Path | None) -> str | None:
+    """A JPEG as the source of an <img>, or None for what is not there, is too large, or cannot be read."""
     from PIL import Image
 
     try:
-        if path.stat().st_size > MOST_BYTES:
+        if path is None or path.stat().st_size > MOST_BYTES:
             return None
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -223,6 +222,7 @@ MOST_IN_MATRIX = 24  # classes of a matrix that is shown whole
 MOST_CONFUSIONS = 20
 MOST_MODULES = 60
 MOST_RANKS = 16
+OF_LOSS = ("training.loss", "training.loss_options", "learning.class_weights", "learning.label_smoothing")
 OF_EACH_START = ("run_folder", "resume", "dry_run")  # which say nothing of what was trained
 
 
@@ -361,7 +361,8 @@ def results(runs: Sequence[ShownRun]) -> Iterator[dict[str, Any]]:
                 if good and higher is not None:
                     step, value = (max if higher else min)(good, key=lambda point: point[1])
                     cells[-1]["best"] = f"{number_text(value)} at step {step}"
-                    compared.setdefault(_comparable(run, metric, higher), []).append((value, cells[-1]))
+                    of_loss = tuple(run.options.get(name, "") for name in OF_LOSS) if metric == "loss" else ()
+                compared.setdefault((run.task, *of_loss, higher), []).append((value, cells[-1]))
             for (*_, higher), some in compared.items():
                 top = (max if higher else min)(value for value, _ in some)
                 for value, cell in some if len(some) > 1 else ():
@@ -370,13 +371,6 @@ def results(runs: Sequence[ShownRun]) -> Iterator[dict[str, Any]]:
             direction = told.pop() if len(told) == 1 else None
             words = {True: "higher is better", False: "lower is better", None: "no direction is known"}
             yield {"name": f"{phase} {name}", "direction": words[direction], "cells": cells}
-
-
-def _comparable(run: ShownRun, metric: str, higher: bool) -> tuple[Any, ...]:
-    """A key that is equal for runs with comparable values of a metric; its direction comes last."""
-    losses = ("training.loss", "training.loss_options", "learning.class_weights", "learning.label_smoothing")
-    of_loss = tuple(run.options.get(name, "") for name in losses) if metric == "loss" else ()
-    return run.task, *of_loss, higher
 
 
 def speeds(runs: Sequence[ShownRun]) -> Iterator[Row]:
@@ -420,7 +414,7 @@ def _evaluation(run: ShownRun, one: SavedEvaluation, images: Path | None) -> dic
         "count": len(looked_at),
         "made": _inlined(beside(one.path, EXAMPLES)),
         "examples": [
-            (what, [_example(each, find(each.image, folders, homes)) for each in some])
+            (what, [{"judged": each, "source": thumbnail(find(each.image, folders, homes))} for each in some])
             for what, some in zip(("Best", "Worst"), extremes(looked_at, MOST_EXAMPLES), strict=True)
             if some
         ],
@@ -439,14 +433,6 @@ def _between(row: Mapping[str, Any]) -> tuple[str, str]:
         return "", ""
     ends = f"{number_text(row['low'])} to {number_text(row['high'])}"
     return ends, f"{100 * row['confidence']:g} % of resamples"
-
-
-def _example(one: Judged, path: Path | None) -> dict[str, Any]:
-    return {
-        "source": None if path is None else thumbnail(path),
-        "judged": one,
-        "sure": "" if one.probability is None else f"{100 * one.probability:.1f} %",
-    }
 
 
 def _matrix(names: Sequence[str], matrix: Sequence[Sequence[float]]) -> dict[str, Any] | None:

@@ -31,15 +31,14 @@ from mpi4dl.comm import Communicator
 from mpi4dl.datasets.transform import Fit, as_fit
 from mpi4dl.models.registry import without_loading
 from mpi4dl.options import parts
-from mpi4dl.options.config import Config, ConfigError, Parallel, parse, shared_options
-from mpi4dl.options.declare import nearest, options_of, with_options, with_values
+from mpi4dl.options.config import Config, ConfigError, shared_options
+from mpi4dl.options.declare import nearest, options_of, with_options
 from mpi4dl.options.kinds import part_name
-from mpi4dl.options.parts import is_own
 from mpi4dl.options.sources import source_of
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.results.formats import as_object, parse_object, reading
 from mpi4dl.results.names import CONFIG
-from mpi4dl.runs.assembly import OWN_PARTS, ModelAssembly, assemble
+from mpi4dl.runs.assembly import OWN_PARTS, ModelAssembly
 from mpi4dl.tasks.task import TASKS
 
 FILE = "model.json"
@@ -350,47 +349,3 @@ def description_of(comm: Communicator, weights: Path, folder: Path) -> tuple[Des
         return about, about.is_ours()
 
     return comm.from_first(found)
-
-
-class RunOptions:
-    """The options of a run, as its folder has them."""
-
-    def __init__(self, config: Config) -> None:
-        self._config, self.name, self.source = config, config.model_name, source_of(config)
-        self.model, self.parallel = config.model, config.parallel
-
-    @classmethod
-    def read(cls, folder: Path) -> "RunOptions":
-        """Raises ConfigError for a file that is none of a run."""
-        return cls(parse(["--config", str(folder / CONFIG)]))
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "RunOptions":
-        """Those of a run that has these values, by the options' names, and defaults otherwise."""
-        return cls(with_values(Config(), values))
-
-    def with_own_model(self, comm: Communicator, folder: Path, asked: bool) -> "RunOptions":
-        """The options with the run's own model where that is now, if it has one.
-
-        The file of options is not signed: code that it names counts as the user's if the run's description, which is,
-        names it with the same options. Collective. Raises Refusal on all ranks for code that must not be loaded.
-        """
-        text = self.model.model
-        if not is_own(text):
-            return self
-
-        def found() -> str:
-            about, options = described_by(folder), shared_options(self._config)
-            if about is None and not asked:
-                raise untrusted(str(folder), "model", text)
-            if about is None:
-                return text
-            same = all(about.options.get(name) == options[name] for name in ("model", "model_options"))
-            return about.part("model", text, str(folder / FILE), same and about.is_ours(), asked)
-
-        return RunOptions(replace(self._config, model=replace(self.model, model=comm.from_first(found))))
-
-    def assemble(self, comm: Communicator, parallel: Parallel) -> ModelAssembly:
-        """Place the model over ranks otherwise than in training, for batches of any size. Collective."""
-        training = replace(self._config.training, accumulate=1)
-        return assemble(replace(self._config, parallel=parallel, training=training), comm, ("model",))

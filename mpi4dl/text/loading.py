@@ -17,11 +17,12 @@ from mpi4dl.engine.precision import int8_of
 from mpi4dl.models.experts import Experts
 from mpi4dl.options.declare import ConfigError
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
-from mpi4dl.runs.description import FoundWeights, RunOptions, find_weights, folder_of, hold_trained
+from mpi4dl.runs.description import FoundWeights, find_weights, folder_of, hold_trained
 from mpi4dl.text.batcher import Batcher
 from mpi4dl.text.options import Batching, Ranks
 from mpi4dl.text.products import ROWS_OF_PRODUCTS, ReplacedWeight, exchange, pack_weights
 from mpi4dl.training.texts import TOKENIZER
+from mpi4dl.training.trained import ModelOptions
 
 # Weights of fewer bits, for generation: bfloat16, or 8 or 4 bits of the matrices of linear layers and experts.
 #
@@ -36,15 +37,7 @@ GROUP = 32  # inputs that share a scale in 4 bits
 OUTPUTS = 16  # of which PyTorch takes multiples, in 4 bits
 
 
-class Quantized(ReplacedWeight):
-    """A replacement of fewer bits."""
-
-    @property
-    def num_bytes(self) -> int:
-        raise NotImplementedError
-
-
-class QuantizedWeight(Quantized):
+class QuantizedWeight(ReplacedWeight):
     """A matrix (outputs, inputs) of integers, to be multiplied with by F.linear and not to be looked at otherwise."""
 
     bits: int
@@ -74,11 +67,11 @@ class QuantizedWeight(Quantized):
         return cls(weight.shape, bits, packed, scales.transpose(0, 1).contiguous())
 
     @property
-    def num_bytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]
         return self.packed.nbytes + self.scales.nbytes
 
 
-class QuantizedExperts(Quantized):
+class QuantizedExperts(ReplacedWeight):
     """The matrices (E, outputs, inputs) of experts, to be taken apart by `unbind` and not to be looked at otherwise."""
 
     matrices: tuple[QuantizedWeight, ...]
@@ -96,12 +89,8 @@ class QuantizedExperts(Quantized):
         return cls([QuantizedWeight.of(matrix, bits) for matrix in weight.detach()])
 
     @property
-    def num_bytes(self) -> int:
-        return sum(matrix.num_bytes for matrix in self.matrices)
-
-
-def bytes_of(weight: Tensor) -> int:
-    return weight.num_bytes if isinstance(weight, Quantized) else weight.nbytes
+    def nbytes(self) -> int:  # type: ignore[override]
+        return sum(matrix.nbytes for matrix in self.matrices)
 
 
 def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
@@ -168,14 +157,14 @@ def _matrices_of(module: nn.Module) -> tuple[str, ...]:
 class Trained:
     """The results of a run: its options, its tokenizer, and where its weights are."""
 
-    run: RunOptions
+    run: ModelOptions
     tokenizer: Tokenizer
     found: FoundWeights
 
     @property
     def context(self) -> int:
         """How many tokens the model can look at."""
-        return int(self.run.model.model_options.get("context", self.run.source.tokens))
+        return int(self.run.options.get("context", self.run.source.tokens))
 
     @property
     def separator(self) -> int | None:
@@ -197,7 +186,7 @@ def find_trained(comm: Communicator, source: Path, trust_code: bool = False) -> 
         return _find_pretrained(comm, source)
     folder = folder_of(comm, source)
     with comm.together((ValueError, OSError)):
-        run = RunOptions.read(folder)
+        run = ModelOptions.of_run(folder)
         chosen, of_text = run.source.data, run.source.of_text
         if not of_text or chosen.task not in ("auto", "language"):
             trained_on = "masked tokens" if of_text else "images"
@@ -213,7 +202,7 @@ def _find_pretrained(comm: Communicator, source: Path) -> Trained:
         options = checkpoint.options
         tokenizer = PretrainedTokenizer(source / TOKENIZER, options["vocabulary"], checkpoint.end)
         named = {"model": "gpt", "model_options": options, "text": str(source), "context": options["context"]}
-    return Trained(RunOptions.of(named), tokenizer, FoundWeights(source, ()))
+    return Trained(ModelOptions().with_values(named), tokenizer, FoundWeights(source, ()))
 
 
 def hold_text_model(
@@ -224,7 +213,8 @@ def hold_text_model(
     Raises:
         Refusal: on all ranks: the plan does not fit to the number of ranks or to the model, or the weights are not its.
     """
-    assembly = trained.run.assemble(comm, ranks.instead_of(trained.run.parallel, threads))
+    placed = trained.run.with_values(ranks.instead_of(trained.run, threads))
+    assembly = placed.assemble(comm, ("model",))
     stages, remarks = hold_trained(assembly, trained.found, trained.tokenizer.vocabulary, 0)
     with comm.together((ValueError,)):
         lower_weights(stages, ranks.precision)

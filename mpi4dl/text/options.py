@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mpi4dl.options.config import Parallel
 from mpi4dl.options.declare import instead, like, option, same_as
@@ -20,6 +20,9 @@ from mpi4dl.options.kinds import (
     number,
     optional,
 )
+
+if TYPE_CHECKING:
+    from mpi4dl.training.trained import ModelOptions
 
 
 def _stop_texts(value: Any) -> tuple[str, ...]:
@@ -156,11 +159,12 @@ class Ranks:
         False, "load code that the run names as its model, even if your training did not sign it", BOOLEAN
     )
 
-    def instead_of(self, trained: Parallel, threads: int | None = None) -> Parallel:
-        """How these ranks hold a model, instead of those that trained it."""
+    def instead_of(self, trained: "ModelOptions", threads: int | None = None) -> dict[str, Any]:
+        """The options by which these ranks hold a model, instead of those that trained it, for any batches."""
         asked = {each.name: getattr(self, each.name) for each in fields(Parallel) if hasattr(self, each.name)}
-        as_trained = {name: getattr(trained, name) for name in ("tensor_styles", "moe")}
-        return Parallel(**{"tiles": ((1,),), "balance": "flops", **as_trained, **asked}, threads=threads)
+        as_trained = {name: trained.value(name) for name in ("tensor_styles", "moe")}
+        usual = {"tiles": ((1,),), "balance": "flops", "threads": threads, "accumulate": 1}
+        return {**vars(Parallel()), **usual, **as_trained, **asked}
 
 
 @dataclass(frozen=True)

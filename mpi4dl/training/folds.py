@@ -50,16 +50,16 @@ def train_folds(comm: Communicator, config: Config, spell: Callable[[str], str],
     for fold in range(num_folds):
         path = folder / f"fold_{fold}"
         if fold in done:
-            _say(comm, f"fold {fold} of {num_folds} is finished: {path}")
+            say(comm, f"fold {fold} of {num_folds} is finished: {path}")
             continue
-        _say(comm, f"fold {fold} of {num_folds}: {path}")
+        say(comm, f"fold {fold} of {num_folds}: {path}")
         words = [*without_flags(Config, argv, ("fold",)), "--fold", str(fold)]
         fit(set_up(_of_fold(config, fold, path), comm, spell, words))
         if run.dry_run:
             return None
         if not comm.broadcast_object((path / MODEL).is_file()):
             go_on = command_to_go_on(comm.size, argv, folder)
-            _say(comm, f"stopped in fold {fold} of {num_folds}; continue this fold and the others with: {go_on}")
+            say(comm, f"stopped in fold {fold} of {num_folds}; continue this fold and the others with: {go_on}")
             return None
     return folder
 
@@ -128,7 +128,7 @@ def _config_of(run: Path) -> Config:
     return parse(["--config", str(run / CONFIG)])
 
 
-def _say(comm: Communicator, line: str) -> None:
+def say(comm: Communicator, line: str) -> None:
     if comm.rank == 0:
         print(line, flush=True)
 

@@ -17,13 +17,14 @@ from mpi4dl.datasets.sources import SampleFiles
 from mpi4dl.datasets.split import Named, in_whole
 from mpi4dl.datasets.transform import Fit, View
 from mpi4dl.options import parts
-from mpi4dl.options.config import Config
+from mpi4dl.options.config import Config, parse, shared_options
 from mpi4dl.options.data import build_views
 from mpi4dl.options.declare import options_of, value_of, with_options, with_values
 from mpi4dl.options.models import build_model
 from mpi4dl.options.sources import named_columns, source_of
+from mpi4dl.results.names import CONFIG
 from mpi4dl.runs.assembly import ModelAssembly, assemble
-from mpi4dl.runs.description import Description, description_of
+from mpi4dl.runs.description import FILE, Description, described_by, description_of, untrusted
 from mpi4dl.tasks.task import TASKS, Task
 from mpi4dl.training.data import open_images
 from mpi4dl.training.setup import framed
@@ -66,6 +67,32 @@ class ModelOptions:
     def read(cls, options: Mapping[str, str]) -> "ModelOptions":
         """Those that a file names. Raises ConfigError."""
         return ModelOptions(with_options(Config(), options))
+
+    @classmethod
+    def of_run(cls, folder: Path) -> "ModelOptions":
+        """Those of the run in a folder. Raises ConfigError for a file that is none of a run."""
+        return ModelOptions(parse(["--config", str(folder / CONFIG)]))
+
+    def with_own_model(self, comm: Communicator, folder: Path, asked: bool) -> "ModelOptions":
+        """The options with the own model of the run in this folder where that is now, if it has one.
+
+        The file of options is not signed: code that it names counts as the user's if the run's description, which is,
+        names it with the same options. Collective. Raises Refusal on all ranks for code that must not be loaded.
+        """
+        text = self.part
+        if not parts.is_own(text):
+            return self
+
+        def found() -> str:
+            about, options = described_by(folder), shared_options(self._config)
+            if about is None and not asked:
+                raise untrusted(str(folder), "model", text)
+            if about is None:
+                return text
+            same = all(about.options.get(name) == options[name] for name in ("model", "model_options"))
+            return about.part("model", text, str(folder / FILE), same and about.is_ours(), asked)
+
+        return self.with_values({"model": comm.from_first(found)})
 
     def value(self, name: str) -> Any:
         return value_of(self._config, name)

@@ -323,16 +323,13 @@ def _loss(label: Any, prediction: Any, probabilities: Mapping[str, float]) -> fl
         return None if own is None else -math.log(max(own, LEAST_PROBABILITY))
     if isinstance(label, dict) and isinstance(prediction, dict):
         if probabilities:
-            losses = [_entropy(label[name], probabilities[name]) for name in label if name in probabilities]
+            pairs = [(label[name], probabilities[name]) for name in label if name in probabilities]
+            losses = [-math.log(max(share if there else 1 - share, LEAST_PROBABILITY)) for there, share in pairs]
         else:
             losses = [abs(label[name] - prediction[name]) for name in label if name in prediction]
         return sum(losses) / len(losses) if losses else None
     a, b = (None if isinstance(each, dict) else number_in(each) for each in (label, prediction))
     return None if a is None or b is None else abs(a - b)
-
-
-def _entropy(label: float, probability: float) -> float:
-    return -math.log(max(probability if label else 1 - probability, LEAST_PROBABILITY))
 
 
 def _shares(pixels: Mapping[str, float]) -> dict[str, str] | None:

@@ -109,15 +109,6 @@ def test_what_was_sent_lives_until_it_has_arrived(comm: Communicator) -> None:
     pending.wait()
 
 
-@on_ranks(3)
-def test_a_reduction_may_be_waited_for_twice(comm: Communicator) -> None:
-    x = torch.ones(1000)
-    pending = comm.iall_reduce(x)
-    pending.wait()
-    pending.wait()
-    assert float(x.mean()) == 3.0
-
-
 @on_ranks(4)
 def test_split_makes_communicators_of_one_colour_in_the_order_of_the_keys(comm: Communicator) -> None:
     part = comm.split(comm.rank % 2, key=-comm.rank)
@@ -139,21 +130,6 @@ def test_meta_tensors_move_nothing_and_keep_their_shapes(comm: Communicator) -> 
     results = [comm.all_reduce(x), comm.broadcast(x), comm.all_gather(x)]
     assert all(y.is_meta for y in results)
     assert [tuple(y.shape) for y in results] == [(2, 3), (2, 3), (2, 2, 3)]
-
-
-@on_ranks(2)
-def test_lazy_conjugates_arrive_with_their_values(comm: Communicator) -> None:
-    """Lazy conjugates and negatives are views that have other bits than values."""
-    z = torch.full((2,), 1 + 2j)
-    imaginary = z.conj().imag
-    assert imaginary.is_neg()
-    received = torch.zeros(2, dtype=z.dtype), torch.zeros(2)
-    other = 1 - comm.rank
-    for x, into in zip((z.conj(), imaginary), received, strict=True):
-        pending = comm.irecv(into, other)
-        comm.send(x, other)
-        pending.wait()
-    assert [complex(received[0][0]), complex(received[1][1])] == [1 - 2j, -2]
 
 
 @on_ranks(2)

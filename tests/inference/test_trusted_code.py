@@ -75,7 +75,7 @@ def test_a_run_of_text_runs_no_code_of_others(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Refusal, match=r"names code to load: `model` evil.py:build"):
         find_trained(world(), Path("run"))
-    assert find_trained(world(), Path("run"), trust_code=True).run.model.model == "evil.py:build"
+    assert find_trained(world(), Path("run"), trust_code=True).run.part == "evil.py:build"
 
 
 def test_options_that_a_file_has_read_no_other_weights(tmp_path: Path) -> None:

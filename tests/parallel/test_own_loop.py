@@ -218,7 +218,9 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
         for number in range(5):
             F.cross_entropy(model(images), (labels + (number == 4 and comm.rank)) % 3).backward()
 
-    @refused_with("Refusal: ranks 0 and 1 are in different calls of models, or in backward passes of different outputs")
+    @refused_with(
+        "Refusal: ranks 0 and 1 are in different calls of models, backward passes of outputs, or uses of maps"
+    )
     def passes_in_another_order(wrap: Wrap) -> None:
         model = wrap(made())
         for step in (1, 1, -1):
@@ -226,11 +228,24 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
             for loss in losses[:: step if comm.rank else 1]:
                 loss.backward()
 
-    @refused_with("Refusal: ranks 0 and 1 are in different calls of models, or in backward passes of different outputs")
+    @refused_with(
+        "Refusal: ranks 0 and 1 are in different calls of models, backward passes of outputs, or uses of maps"
+    )
     def models_in_another_order(wrap: Wrap) -> None:
         models = [wrap(made()) for _ in range(2)]
         for model in [*models, *models[:: -1 if comm.rank else 1]]:
             model(images)
+
+    @refused_with(
+        "Refusal: ranks 0 and 1 are in different calls of models, backward passes of outputs, or uses of maps"
+    )
+    def a_map_on_one_rank(wrap: Wrap) -> None:
+        model, kept = wrap(made()), list[Tensor]()
+        model.again.register_forward_hook(lambda module, inputs, output: kept.append(output))
+        logits = model(images)
+        if comm.rank:
+            kept[0].mean()
+        logits.sum().backward()
 
     @refused_with("Refusal: unused of the model is cut by fully_shard or as a DTensor")
     def sharded(wrap: Wrap) -> None:
@@ -391,7 +406,7 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
         cut = tiles.cut(images.clone().requires_grad_())
         (cut * cut).mean().backward()
 
-    assert len(found) == 29
+    assert len(found) == 30
     assert {name: message for name, (words, message) in found.items() if not message.startswith(words)} == {}
 
 

@@ -13,7 +13,7 @@ from mpi4dl.models.gpt import GPT
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.text.batcher import Batcher, Event
-from mpi4dl.text.loading import Precision, QuantizedExperts, QuantizedWeight, bytes_of, lower_weights
+from mpi4dl.text.loading import Precision, QuantizedExperts, QuantizedWeight, lower_weights
 from mpi4dl.text.model import PagedModel
 from mpi4dl.text.options import Sampling
 from tests.pool.ranks import Ranks
@@ -42,7 +42,7 @@ def test_experts_have_the_products_of_their_matrices(bits: int) -> None:
     found = grouped_linear(rows, torch.nn.Parameter(experts, requires_grad=False), torch.tensor([2, 0, 9]))
     first, _, last = (QuantizedWeight.of(matrix, bits) for matrix in weight)
     assert torch.equal(found, torch.cat([F.linear(rows[:2], first), F.linear(rows[2:], last)]))
-    assert bytes_of(experts) == 3 * bytes_of(first) < weight.nbytes / 2
+    assert experts.nbytes == 3 * first.nbytes < weight.nbytes / 2
     with pytest.raises(TypeError, match="only the layer whose weight it is can use it"):
         experts.add(1)
 

@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import chdir
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -372,10 +373,6 @@ def of_masks(root: Path, swapped: bool, suffix: str = ".png") -> str:
     return f"--images {root} --task segment"
 
 
-def of_masks_alike(root: Path, swapped: bool) -> str:
-    return of_masks(root, swapped, ".tif")
-
-
 def of_slides(root: Path, swapped: bool, column: str = "label", values: tuple[str, str] = ("a", "b")) -> str:
     """Slides that have other labels, or other values in another column."""
     root.mkdir(exist_ok=True)
@@ -391,10 +388,6 @@ def of_slides(root: Path, swapped: bool, column: str = "label", values: tuple[st
     return f"--slides {root / 'slides.csv'}"
 
 
-def of_resolutions(root: Path, swapped: bool) -> str:
-    return of_slides(root, swapped, "mpp", ("0.25", "0.5"))
-
-
 def of_weights(root: Path, swapped: bool) -> str:
     return of_slides(root, swapped, "counts", ("0.5", "2")).replace("--slides", "--weight-column counts --slides")
 
@@ -404,7 +397,7 @@ def of_weights(root: Path, swapped: bool) -> str:
     [
         (of_slides, ("s3.tif (b, now a)", "s4.tif (a, now b)")),
         (of_weights, ("s3.tif (b with weight 2.0, now b with weight 0.5)",)),
-        (of_resolutions, ("s3.tif (b at 0.5", "now b at 0.25")),
+        (partial(of_slides, column="mpp", values=("0.25", "0.5")), ("s3.tif (b at 0.5", "now b at 0.25")),
         (of_alike, ("light/7.bmp (dark, now light)", "dark/3.bmp (light, now dark)")),
         (of_own_dataset, ("3 (light, now dark)", "4 (dark, now light)")),
         (of_folders, ("light/3.png (dark, now light)", "dark/3.png (light, now dark)")),
@@ -412,7 +405,7 @@ def of_weights(root: Path, swapped: bool) -> str:
         (of_numbers, ("images/dark/3.png", "0.30000000000000004")),
         (of_arrays, ("3", "4")),
         (of_masks, ("0.png", "9.png")),
-        (of_masks_alike, ("0.png", "9.png")),
+        (partial(of_masks, suffix=".tif"), ("0.png", "9.png")),
     ],
 )
 def test_a_run_does_not_go_on_with_other_labels(

@@ -22,7 +22,7 @@ from mpi4dl.datasets.slides.slide import SAME_MPP, Cells, Resolution, Slide, Sli
 from mpi4dl.datasets.slides.targets import SlideTargets
 from mpi4dl.datasets.slides.tissue import NoTissue, find_tissue, tissue_pixels
 from mpi4dl.datasets.sources import SampleFiles
-from mpi4dl.datasets.stains import Measured, Recolour, StainNormalization
+from mpi4dl.datasets.stains import Measured, StainNormalization
 from mpi4dl.geometry import ceil_div
 
 PATCH_STREAM = 47  # of random numbers
@@ -86,8 +86,7 @@ class SlideFolder(SampleFiles):
             self.classes, self.values = self.pixels.classes, self.pixels.values
             self.remarks = (*self.remarks, *self.pixels.remarks)
         self.stains: dict[int, Measured | None] = {}
-        self._slides, self._patches = LastMade(MOST_OPEN), LastMade()
-        self._cells, self._recolours = LastMade(), LastMade()
+        self._slides, self._patches, self._cells = LastMade(MOST_OPEN), LastMade(), LastMade()
 
     def lists(self) -> tuple[ListedFiles, ...]:
         return (self,) if self.pixels is None else (self, self.pixels.files)
@@ -141,14 +140,9 @@ class SlideFolder(SampleFiles):
 
     def _recoloured(self, index: int, pixels: Pixels) -> Pixels:
         """Pixels of a slide in the colours of the reference."""
-
-        def find() -> Recolour | None:
-            self.measure_stains(index)
-            measured, stains = self.stains[index], self.options.stains
-            return None if measured is None or stains is None else stains.recolour(measured)
-
-        recolour = self._recolours(index, find)
-        return pixels if recolour is None else recolour(pixels)
+        self.measure_stains(index)
+        measured, stains = self.stains[index], self.options.stains
+        return pixels if measured is None or stains is None else stains.recolour(measured)(pixels)
 
     def measure_stains(self, index: int) -> None:
         """Measure the stains of a slide on its tissue, unless that was done. Raises BadImage, DatasetError."""
