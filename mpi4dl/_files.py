@@ -24,6 +24,7 @@ ZIP_MAGIC = b"PK\x03\x04"
 LOCK_SECONDS = 10.0  # for the ranks of a job that was killed to be gone
 POLL_SECONDS = 0.05
 LEFT_SECONDS = 86_400.0  # after which nobody writes a temporary file any more
+LONGEST_NAME = 200  # bytes, so that a longer ending than that of a temporary file fits file systems' 255
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # what file systems without locks answer
 
 
@@ -135,6 +136,12 @@ def unwritable(flag: str, path: str) -> str | None:
     return None
 
 
+def hidden_name(path: Path) -> str:
+    """The name of a hidden file for a while, to which an ending may be added: of names near the limit a checksum."""
+    long = len(os.fsencode(path.name)) > LONGEST_NAME
+    return f".{zlib.crc32(os.fsencode(path.name)):08x}" if long else f".{path.name}"
+
+
 class Replacement:
     """A new file, written at `temporary`, that takes the name `path` once it is whole.
 
@@ -144,8 +151,9 @@ class Replacement:
 
     def __init__(self, path: Path, shared: bool = False) -> None:
         self.path = path
-        self.temporary = path.with_name(f".{path.name}.{f'{uuid.uuid4().hex}.' if shared else ''}new")
-        for left in path.parent.glob(f".{glob.escape(path.name)}.*.new") if shared else ():
+        hidden = hidden_name(path)
+        self.temporary = path.with_name(f"{hidden}.{f'{uuid.uuid4().hex}.' if shared else ''}new")
+        for left in path.parent.glob(f"{glob.escape(hidden)}.*.new") if shared else ():
             with suppress(FileNotFoundError):  # another process was faster
                 if time.time() - left.stat().st_mtime > LEFT_SECONDS:
                     left.unlink()

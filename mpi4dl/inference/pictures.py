@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import PIL.Image
 
-from mpi4dl._files import naming, remove
+from mpi4dl._files import hidden_name, naming, remove
 from mpi4dl.comm import Refusal
 from mpi4dl.datasets.base import Pixels, package
 from mpi4dl.datasets.colour import WHITE
@@ -53,7 +53,7 @@ def write_zarr(path: Path, pixels: npt.NDArray[Any]) -> None:
     """Write an image in a folder of OME-Zarr 0.5: (channels, rows, columns), or (rows, columns). Raises OSError."""
     zarr = package("zarr", f"{path}: writing Zarr", "mpi4dl[zarr]")
     values = pixels if pixels.ndim == 2 else np.moveaxis(pixels, -1, 0)
-    axes, new = "cyx"[-values.ndim :], path.with_name(f".{path.name}.new")
+    axes, new = "cyx"[-values.ndim :], path.with_name(f"{hidden_name(path)}.new")
     named = [{"name": axis, "type": "channel" if axis == "c" else "space"} for axis in axes]
     level = {"path": "0", "coordinateTransformations": [{"type": "scale", "scale": [1.0] * len(axes)}]}
     chunks = [min(CHUNK_PX, side) if axis in "yx" else 1 for axis, side in zip(axes, values.shape, strict=True)]

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mpi4dl._files import write_durably
+from mpi4dl._files import Replacement, write_durably
 from mpi4dl._numbers import Damaged
 from mpi4dl.checkpoints import storage
 from mpi4dl.checkpoints.storage import DTYPES, Range, Reader, Spec, StorageLayout, uncovered, verify, write
@@ -204,3 +204,12 @@ def test_a_small_file_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(OSError, match="No space left"):
         write_durably(path, b"new and longer")
     assert path.read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_names_as_long_as_file_systems_allow_are_written(tmp_path: Path, shared: bool) -> None:
+    path = tmp_path / ("ü" * 125 + "a.png")
+    with Replacement(path, shared) as temporary:
+        temporary.write_bytes(b"new")
+    assert path.read_bytes() == b"new"
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]

@@ -17,7 +17,7 @@ from tools.nets.fuzz.targets import TARGETS, Target, problems
 
 SEED = 100
 SOME = {"trainings": 3, "commands": 4, "requests": 8, "texts": 2, "operators": 8, "tables": 80}
-SOME |= {"stacks": 12, "stages": 4, "streams": 2}
+SOME |= {"stacks": 12, "stages": 4, "streams": 2, "loops": 8}
 LONG = ("trainings", "commands", "requests")
 
 

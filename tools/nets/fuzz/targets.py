@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.pool.ranks import Ranks
 from tools.nets.damaged.kinds import kinds
-from tools.nets.fuzz import commands, operators, requests, stacks, stages, streams, tables, texts, trainings
+from tools.nets.fuzz import commands, loops, operators, requests, stacks, stages, streams, tables, texts, trainings
 
 AT_ONCE = 20
 
@@ -65,6 +65,7 @@ TARGETS: Mapping[str, Target] = {
         Target("operators", operators.__name__, operators.cases, operators.problem),
         Target("stacks", stacks.__name__, stacks.cases, stacks.problem),
         Target("stages", stages.__name__, stages.cases, stages.problem),
+        Target("loops", loops.__name__, loops.cases, loops.problem),
         Target("streams", streams.__name__, streams.cases, streams.problem),
         Target("tables", tables.__name__, tables.sheets, tables.problem),
         Target("files", __name__, files, problem),
