@@ -883,8 +883,8 @@ class Tiles:
         _compare_gradients(self.grid.comm, loss.detach(), "tiles.backward")
         known = [p for p in model.parameters() if p.requires_grad]
         leaves = (node.variable for node in functions_behind([loss], lambda node: False) if hasattr(node, "variable"))
-        others = {p for p in leaves if isinstance(p, nn.Parameter)}.difference(known)
-        parameters = [*known, *sorted(others, key=lambda p: tuple(p.shape))]
+        # In the order of the graph, which all ranks have alike; no set has.
+        parameters = list(dict.fromkeys([*known, *(p for p in leaves if isinstance(p, nn.Parameter))]))
         self._is_in_backward = True
         try:
             with _set_aside(parameters):
