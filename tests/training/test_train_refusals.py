@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mpi4dl.comm import Communicator
+from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import parse
 from mpi4dl.plan import plan
@@ -302,7 +302,10 @@ def test_a_refused_run_leaves_no_folder(ranks: Ranks, masked: tuple[str, ...], t
 
 
 def planned(comm: Communicator, argv: list[str]) -> None:
-    plan(argv)
+    try:
+        plan(argv)
+    except ValueError as error:
+        raise Refusal(str(error)) from error
 
 
 @pytest.mark.parametrize(("act", "more"), [(planned, ()), (train, ("--dry-run",))])
