@@ -704,14 +704,11 @@ class _Each:
         return self.found[id(x)][1]
 
 
-NESTS = (tuple, list, set, frozenset)
-
-
 def mapped(
     value: Any, of: Callable[[Tensor], Tensor], lenient: bool = False, copies: "list[_Copied] | None" = None
 ) -> Any:
-    """`value` with `of(x)` for each tensor in tuples, lists, sets, mappings, dataclasses, and what PyTorch knows as
-    nests; itself, if nothing in it changed. `lenient`: other objects pass as they are. `copies` gets those of lists,
+    """`value` with `of(x)` for each tensor in tuples, lists, mappings, dataclasses, and what PyTorch knows as nests;
+    itself, if nothing in it changed. `lenient`: other objects pass as they are. `copies` gets those of lists,
     mappings and dataclasses.
 
     Raises:
@@ -723,10 +720,9 @@ def mapped(
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         found = [mapped(x, of, lenient, copies) for x in value]
         return value if all(map(operator.is_, found, value)) else kind(*found)
-    if kind in NESTS and kind is not list:
-        before = list(value)
-        found = [mapped(x, of, lenient, copies) for x in before]
-        return value if all(map(operator.is_, found, before)) else kind(found)
+    if kind is tuple:
+        found = [mapped(x, of, lenient, copies) for x in value]
+        return value if all(map(operator.is_, found, value)) else tuple(found)
     if isinstance(value, MutableMapping | MutableSequence) or (
         dataclasses.is_dataclass(value) and not isinstance(value, type)
     ):
@@ -887,8 +883,8 @@ class Tiles:
         _compare_gradients(self.grid.comm, loss.detach(), "tiles.backward")
         known = [p for p in model.parameters() if p.requires_grad]
         leaves = (node.variable for node in functions_behind([loss], lambda node: False) if hasattr(node, "variable"))
-        others = {p for p in leaves if isinstance(p, nn.Parameter)}.difference(known)
-        parameters = [*known, *sorted(others, key=lambda p: tuple(p.shape))]
+        # In the order of the graph, which all ranks have alike; no set has.
+        parameters = list(dict.fromkeys([*known, *(p for p in leaves if isinstance(p, nn.Parameter))]))
         self._is_in_backward = True
         try:
             with _set_aside(parameters):

@@ -168,6 +168,20 @@ def test_spread_outputs_and_plain_gradients_do_not_meet(comm: Communicator) -> N
 
 
 @on_ranks(2)
+def test_tiles_backward_sums_gradients_of_equal_layers_beside_the_model(comm: Communicator) -> None:
+    torch.set_default_dtype(torch.float64)
+    tiles, images = mpi4dl.tiles(1, comm.size, comm=comm), next(batches(1))[0]
+    elsewhere = [object() for _ in range(1000 * comm.rank)]  # other addresses
+    for _ in range(5):
+        layers = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 3), nn.Tanh()) for _ in range(5)))
+        expected = torch.autograd.grad(layers(images).square().sum(), list(layers.parameters()))
+        tiles.backward(tiles.whole(layers(tiles.cut(images))).square().sum(), nn.Identity())
+        for p, gradient in zip(layers.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.grad, gradient)
+        elsewhere.append(layers)
+
+
+@on_ranks(2)
 def test_models_with_unusual_buffers_and_copies_of_them(comm: Communicator) -> None:
     model = made(Dense)
     model.register_buffer("expanded", torch.ones(1).expand(3))
@@ -279,6 +293,14 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
                 return SimpleNamespace(logits=x.mean())
 
         wrap(Returned())(images)
+
+    @refused_with("TypeError: a set with tensors goes in or out of a model on tiles")
+    def without_order(wrap: Wrap) -> None:
+        class Returned(Network):
+            def forward(self, x: Tensor) -> Any:
+                return {self.first(x), self.again(self.first(x))}
+
+        wrap(made(Returned))(images)
 
     @refused_with("RuntimeError: second derivatives are not computed through a model on tiles")
     def a_penalty(wrap: Wrap) -> None:
@@ -406,7 +428,7 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
         cut = tiles.cut(images.clone().requires_grad_())
         (cut * cut).mean().backward()
 
-    assert len(found) == 30
+    assert len(found) == 31
     assert {name: message for name, (words, message) in found.items() if not message.startswith(words)} == {}
 
 
