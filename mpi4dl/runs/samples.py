@@ -130,19 +130,20 @@ class RunSamples(NamedTuple):
         of_patient, of_name, of = ({getattr(each, key): each.split for each in reversed(self.samples)} for key in keys)
         return of_patient, of_name, {content: split for content, split in of.items() if content is not None}
 
-    def in_two_parts(self) -> Iterator[str]:
-        """A warning about files with the bytes of files of another part."""
-        found: dict[Any, dict[str, str]] = {}
-        for each in self.samples:
-            found.setdefault(each.content or each, {}).setdefault(each.split, each.file)
-        pairs = [
-            " and ".join(f"{file} ({split})" for split, file in parts.items())
-            for parts in found.values()
-            if len(parts) > 1
-        ]
-        if pairs:
-            files = counted(len(pairs), "file is", "files are")
-            yield f"warning: {files} in two parts, under two names: {some(pairs, MOST_NAMES)}"
+    def in_doubt(self) -> Iterator[str]:
+        """Warnings about files with the bytes of files of another part, and of files with another label."""
+        for key, told in (("split", "in two parts"), ("label", "of two labels")):
+            found: dict[Any, dict[str, str]] = {}
+            for each in self.samples:
+                found.setdefault(each.content or each, {}).setdefault(str(getattr(each, key)), each.file)
+            pairs = [
+                " and ".join(f"{file} ({place})" for place, file in places.items())
+                for places in found.values()
+                if len(places) > 1
+            ]
+            if pairs:
+                files = counted(len(pairs), "file is", "files are")
+                yield f"warning: {files} {told}, under two names: {some(pairs, MOST_NAMES)}"
 
     def _by_key(self) -> dict[str, RunSample]:
         """The samples by their file; those of two datasets that call samples alike by their part, too."""

@@ -108,7 +108,7 @@ def open_images(comm: Communicator, source: DataSource, run: Run | None = None) 
     def described() -> tuple[Any, ...]:
         fit, remarks, largest = _describe(source, training, validation, recorded)
         if run is not None:
-            remarks += tuple(map(datasets.printable, RunSamples.of(training, validation).in_two_parts()))
+            remarks += tuple(map(datasets.printable, RunSamples.of(training, validation).in_doubt()))
         return fit, remarks, largest
 
     return Images(training, validation, *comm.from_first(described))

@@ -362,5 +362,8 @@ def test_files_of_two_parts_are_known_by_their_bytes(tmp_path: Path) -> None:
         lines.append(f"{name},{number},{number},0,{split},,,,,{marks}")
     (tmp_path / "samples.csv").write_text("\n".join(lines))
     kept = RunSamples.read(tmp_path / "samples.csv")
-    assert [*kept.in_two_parts()] == ["warning: 1 file is in two parts, under two names: a.png (train) and c.png (val)"]
+    assert [*kept.in_doubt()] == ["warning: 1 file is in two parts, under two names: a.png (train) and c.png (val)"]
+    (tmp_path / "samples.csv").write_text("\n".join(lines).replace("b.png,1,1,0,train", "b.png,1,1,1,train"))
+    _, labels = RunSamples.read(tmp_path / "samples.csv").in_doubt()
+    assert labels == "warning: 1 file is of two labels, under two names: a.png (0) and b.png (1)"
     assert kept.split_of()[2] == {(9, 1): "train", (8, 1): "val"}

@@ -227,8 +227,10 @@ def test_a_run_that_goes_on_moves_no_image_and_says_what_changed(ranks: Ranks, t
     (root / "dark" / "new.png").write_bytes((root / "light" / "1.png").read_bytes())
     (found,) = ranks(1).run(described, [*argv, "--val-fraction", "0.9", "--seed", "5"], run)
     assert found[1][3:5] == (f"of the samples, {gone} is gone since", "of the samples, dark/new.png is new")
-    twins = "light/1.png (train) and dark/new.png (val)"
-    assert found[1][5:] == (f"warning: 1 file is in two parts, under two names: {twins}",)
+    assert found[1][5:] == (
+        "warning: 1 file is in two parts, under two names: light/1.png (train) and dark/new.png (val)",
+        "warning: 1 file is of two labels, under two names: light/1.png (light) and dark/new.png (dark)",
+    )
     after = RunSamples.read(run / FILE).validating()
     assert {name: after[name] for name in first if name != gone}.items() <= first.items()
     larger = next(name for name, validates in after.items() if validates)
