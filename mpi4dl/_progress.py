@@ -1,10 +1,12 @@
 """Progress of commands: a line of the terminal that changes, a bar, or a line now and then."""
 
 import contextlib
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -21,6 +23,26 @@ Tell = Callable[[str, int, int], None]  # what is done, and how much of how much
 
 def quietly(doing: str, done: int = 0, total: int = 0) -> None:
     """Tell nobody."""
+
+
+class StartClock:
+    """The seconds of what follows one another from the start of this process."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        if sys.platform == "linux":
+            began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # in ticks since the boot
+            self._last -= time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK")
+        self._found: list[str] = []
+
+    def end(self, name: str) -> None:
+        """What went on since the end of the one before was this."""
+        now = time.monotonic()
+        self._found.append(f"{name} {now - self._last:.2f} s")
+        self._last = now
+
+    def __str__(self) -> str:
+        return ", ".join(self._found)
 
 
 class ProgressLine:

@@ -4,12 +4,14 @@ It writes a line for each image as soon as it is ready, and masks. Started again
 """
 
 import re
-from dataclasses import dataclass
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpi4dl._commands import runs
+from mpi4dl._commands import run_command, runs
 from mpi4dl.comm import failure
 
 if runs(__name__):
@@ -18,7 +20,8 @@ if runs(__name__):
 from mpi4dl._wording import counted
 from mpi4dl.inference.options import Inference, PredictionOptions
 from mpi4dl.options.command import CommandLine, command
-from mpi4dl.options.declare import ConfigError
+from mpi4dl.options.declare import ConfigError, neutral
+from mpi4dl.options.kinds import NAME, optional
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
@@ -26,11 +29,24 @@ if TYPE_CHECKING:
 
 USAGE = "RUN_OR_WEIGHTS --images FOLDER [--FLAG VALUE ...]"
 DESCRIPTION = "Let a trained model predict of images without labels."
+FEATURES = "--features-out"
+
+
+@dataclass(frozen=True)
+class Features:
+    """Features of slides instead of predictions."""
+
+    features_out: str | None = neutral(
+        None,
+        "write the features of tissue patches by the run's encoder into this folder; all other flags are then those of "
+        "mpi4dl embed",
+        optional(NAME),
+    )
 
 
 @dataclass(frozen=True)
 class PredictConfig(Inference, PredictionOptions):
-    """The options of the command."""
+    embedding: Features = field(default_factory=Features)
 
 
 @command(PredictConfig, USAGE, DESCRIPTION, source="the folder of a run, a checkpoint, or weights")
@@ -39,6 +55,8 @@ def predict(comm: "Communicator", asked: CommandLine[PredictConfig]) -> None:
     config, chosen = asked.config, asked.config.predicting
     where = chosen.images or chosen.slides or chosen.features
     with comm.together((ConfigError,)):
+        if config.embedding.features_out is not None:
+            raise ConfigError("`features_out` is a task of mpi4dl embed: start `mpi4dl embed`")
         if where is None:
             raise ConfigError(
                 "`images` is missing: a folder, an image, a pattern, or a .txt file with paths; or `slides`, or "
@@ -72,7 +90,17 @@ def predict(comm: "Communicator", asked: CommandLine[PredictConfig]) -> None:
     comm.agree(f"none of {counted(count, predicting.noun)} can be read: {predicting.bad[0]}" if nothing else None)
 
 
-main = predict.main
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command: `RUN --features-out FOLDER --slides TABLE` is `mpi4dl embed --weights RUN --out FOLDER`."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    flags = [word.partition("=")[0] for word in arguments]
+    if FEATURES not in flags:
+        predict.main(arguments)
+        return
+    place = flags.index(FEATURES)
+    arguments[place] = arguments[place].replace(FEATURES, "--out")
+    run_command("embed", [*(["--weights"] if not arguments[0].startswith("-") else []), *arguments])
+
 
 if __name__ == "__main__":
     main()

@@ -16,7 +16,6 @@ REMOVED = {
     "deterministic": _AS_IN_TRAINING,
     "dry-run": "leave it out: a folder that holds other files is not written",
     "experts": "leave it out: every rank of --replicas has all experts",
-    "features-out": "use mpi4dl embed --weights RUN --out FOLDER",
     "formats": "use `datasets.slides.compose.Cohort` in Python",
     "head-seconds": _FIXED,
     "idle-seconds": _FIXED,
@@ -37,5 +36,4 @@ REMOVED = {
     "rank-gflops": "leave it out, or describe the machine by --machine",
     "report-seconds": "leave it out: GET /metrics says how the server does",
     "token-folder": "leave it out: tokens are in the folder tokens beside the run",
-    "verbose": "leave it out, or start python with -X importtime",
 }

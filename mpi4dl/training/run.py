@@ -224,6 +224,8 @@ class TrainingRun:
         said = (*self.images.remarks, *setup.remarks, *told, *lines[2:], *filter(None, streamed))
         for line in (*lines[:2], *said, *remarks):
             self.say(line)
+        self.start_clock = setup.start_clock if run.verbose else None
+        setup.start_clock.end("folder")
 
     def discard_if_refused(self, _: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Leave no folder of a run that all ranks refused before its first step: the next command may name it again."""
@@ -410,6 +412,10 @@ class TrainingRun:
                 self.interval.add(result.loss, len(batch.labels))
                 self.schedule.after_step()
                 self.tell("on_step_end", result)
+                if self.start_clock is not None:
+                    self.start_clock.end("first step")
+                    self.say(f"start: {self.start_clock}")
+                    self.start_clock = None
                 if self.reporter is not None:
                     self.reporter.advance(self.engine.num_steps)
                 if self.engine.num_steps % self.chosen.log_interval == 0:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpi4dl._memory import MemoryMeter, load_libraries, place_of
-from mpi4dl._progress import ProgressLine, Tell, quietly
+from mpi4dl._progress import ProgressLine, StartClock, Tell, quietly
 from mpi4dl._wording import some
 from mpi4dl.checkpoints.manifest import STATE
 from mpi4dl.comm import Communicator, Refusal
@@ -80,6 +80,7 @@ class Setup:
     spell: Callable[[str], str]
     argv: Sequence[str]
     balance: Any
+    start_clock: StartClock
 
     @property
     def num_steps(self) -> int:
@@ -120,6 +121,8 @@ class Setup:
 
 def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str, argv: Sequence[str] = ()) -> Setup:
     """Build what a configuration names, each rank its part. Collective; raises Refusal on all ranks."""
+    start_clock = StartClock()
+    start_clock.end("imports")
     comm.agree(None, **facts(config))
     config = framed(in_folder_of_fold(config), comm)
     require_weights(config, comm)
@@ -134,7 +137,9 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
     assembly = assemble(config, comm, num_samples=config.samples_per_step)
     patience = HangTimeout(config.parallel.hang_timeout)
     load_libraries(assembly.device, shapes=assembly.plan.num_stages > 1 or config.streams_images)
+    start_clock.end("plan")
     images = open_samples(config, comm)
+    start_clock.end("samples")
     patience.feed()
     known = options_before(comm, config.run)
     config = as_it_began(config, known)
@@ -151,6 +156,7 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
     cut = as_it_was_cut(comm, config, assembly.plan)
     assembly = replace(assembly, config=config)
     model = replace(assembly, config=cut).hold(task.num_outputs, images.channels)
+    start_clock.end("model")
     patience.feed()
     chosen, remarks = config.tuning, described(config.model_name, config.model.model_options)
     if chosen.weights is not None:
@@ -174,10 +180,11 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
         callbacks = [call("callbacks", part) if inspect.isclass(part) else part for part in made]
         loaders = source_of(config).loaders(images, boxes, partial(boxes, training=False))
         schedule.begin(build.number_of_steps(config.training, len(loaders[0])))
+    start_clock.end("engine")
     return Setup(
         config, assembly, engine, schedule, images, *loaders, task, metrics, monitor, callbacks,
         [*chosen_plan, *of_measured, *of_covariates, *remarks], patience,
-        meter, spell, argv, weighed.learning.class_weights,
+        meter, spell, argv, weighed.learning.class_weights, start_clock,
     )  # fmt: skip
 
 

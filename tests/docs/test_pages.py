@@ -125,8 +125,7 @@ def embedded(folder: Path) -> None:
     (folder / "encoder.py").write_text(ENCODER)
     flags = ("--slides", "data/slides/slides.csv", "--mpp", "1", "--patches", "64", "--model", "encoder.py:build")
     torch.save({"0.weight": torch.ones(4, 3, 8, 8), "0.bias": torch.zeros(4)}, folder / "encoder.pt")
-    flags += ("--weights", "encoder.pt", "--out", "features")
-    finished(mpirun(2, "-m", "mpi4dl.embed", *flags, folder=folder))
+    finished(mpirun(2, "-m", "mpi4dl.predict", "encoder.pt", "--features-out", "features", *flags, folder=folder))
 
 
 ENCODER = """from torch import nn

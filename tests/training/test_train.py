@@ -69,13 +69,13 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     images = write_images(tmp_path_factory.mktemp("images") / "pictures", count=9)
     folder = tmp_path_factory.mktemp("runs") / "first"
     flags = (*RUN, "--images", str(images))
-    return Recorded(train_command(4, *flags, *TILES_2x2, "--run-folder", str(folder)), flags, folder)
+    return Recorded(train_command(4, *flags, *TILES_2x2, "--verbose", "--run-folder", str(folder)), flags, folder)
 
 
 def test_a_run_says_how_it_goes_in_plain_lines(recorded: Recorded) -> None:
     job, _, folder = recorded
     assert (job.code, job.stderr) == (0, "")
-    title, goal, classes, split, shown, *lines, done = job.stdout.splitlines()
+    title, goal, classes, split, shown, start, *lines, done = job.stdout.splitlines()
     assert title == (
         f"{TINY_RESNET}, 4,906 parameters, on 4 ranks: tiles(2x2) x data(1), images of 70 x 62 px, batches of 4, cpu"
     )
@@ -89,6 +89,7 @@ def test_a_run_says_how_it_goes_in_plain_lines(recorded: Recorded) -> None:
         "images of 40x46 px (8 of 13 looked at) are resized to 70x62 from random crops, validated whole; --fit crop "
         "would show windows of that size"
     )
+    assert re.sub(r" [\d.]+ s", "", start) == "start: imports, plan, samples, model, engine, folder, first step"
     kinds = [re.sub(r"\d.*", "", line.split("epoch")[1][4:]).strip() for line in lines]
     assert kinds == ["loss", "loss", "validation loss"] * 2
     assert all(re.fullmatch(VALIDATION_LINE if "validation" in line else STEP_LINE, line) for line in lines)
@@ -115,7 +116,7 @@ def test_the_folder_holds_everything_about_the_run(recorded: Recorded) -> None:
     versions = json.loads((folder / "versions.json").read_text())
     assert versions["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert versions["mpi"]
-    assert versions["command"][3:] == [*flags, *TILES_2x2, "--run-folder", str(folder)]
+    assert versions["command"][3:] == [*flags, *TILES_2x2, "--verbose", "--run-folder", str(folder)]
     log = (folder / "log-rank0.txt").read_text()
     assert all(f"INFO mpi4dl: {line}\n" in log for line in job.stdout.splitlines())
     metrics = read_metrics(folder)

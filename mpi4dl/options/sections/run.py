@@ -57,6 +57,13 @@ class Run:
         COUNT,
         known_as=same_as("log-every-n-steps print-freq logging-steps log-freq"),
     )
+    verbose: bool = neutral(
+        False,
+        "say behind the first step how many seconds each part of the start took",
+        BOOLEAN,
+        flag_only=True,
+        known_as=same_as("v"),
+    )
     tensorboard: bool = neutral(True, "write TensorBoard event files into the run folder", BOOLEAN, per_rank=True)
     dry_run: bool = neutral(
         False,
