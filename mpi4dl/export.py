@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mpi4dl._files import Replacement
+from mpi4dl._files import Replacement, naming
 from mpi4dl.options.command import CommandLine, LocalCommand
 from mpi4dl.options.declare import ConfigError
 
@@ -69,12 +69,15 @@ def export(source: Path, out: Path) -> list[str]:
         about |= {CLASSES: json.dumps(described.classes), ABOUT: described.without("lora").text}
     same = out.suffix == ".pt"  # torch.save keeps what is tied, safetensors wants copies
     state |= {name: state[first] if same else state[first].clone() for name, first in stored.ties.items()}
-    with Replacement(out) as temporary:
+    with naming(out), Replacement(out) as temporary:
         if same:
             with temporary.open("wb") as opened:  # which says why, if the disk is full
                 values = OrderedDict(state)
                 values._metadata = {ABOUT: about}  # type: ignore[attr-defined]  # where PyTorch has what is not a value
-                torch.save(values, opened)
+                try:
+                    torch.save(values, opened)
+                except RuntimeError as error:  # of closing the archive, after the disk was full
+                    raise error.__context__ if isinstance(error.__context__, OSError) else error from None
         else:
             layout = StorageLayout.of(
                 {name: Spec(tuple(value.shape), value.dtype) for name, value in state.items()}, about

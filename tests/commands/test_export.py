@@ -1,6 +1,7 @@
 """mpi4dl.export: what it writes is loaded by plain PyTorch, into torchvision's own model."""
 
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -19,6 +20,7 @@ from mpi4dl.train import train
 from tests.checkpoints.made import flip
 from tests.pool.ranks import Ranks
 from tests.pool.zygote import ROOT
+from tests.support.faults import file_limit
 
 FLAGS = (
     "--model shufflenet_v2_x0_5 --image-size 32 --batch-size 2 --num-samples 4 --num-workers 0 --eval-every none "
@@ -94,6 +96,14 @@ def test_a_tie_to_nothing_is_damaged(tmp_path: Path) -> None:
     save_file({"first": torch.zeros(3)}, str(tmp_path / "model.safetensors"), metadata={"second": "../third"})
     with pytest.raises(ValueError, match=r"'second' is declared equal to '../third'$"):
         export(tmp_path, tmp_path / "out.pt")
+
+
+@pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors"])
+def test_a_disk_without_room_is_an_error_that_names_the_file(tmp_path: Path, name: str) -> None:
+    save_file({"weight": torch.zeros(100_000)}, tmp_path / "best.safetensors")
+    with file_limit(1000), pytest.raises(OSError, match=re.escape(str(tmp_path / name))):
+        export(tmp_path / "best.safetensors", tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["best.safetensors"]
 
 
 def test_what_has_two_names_gets_both(tmp_path: Path) -> None:
