@@ -11,6 +11,7 @@ Halo exchange, tiling an image, gathering tiles, cutting a tensor anew: all of t
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import product
@@ -347,6 +348,7 @@ BATCHED = (
     "computed through a model on tiles, stages or streams: take one after the other"
 )
 running_forward: list[Any] = []  # the forward passes on tiles that run
+forward_pass: ContextVar[Any] = ContextVar("forward_pass", default=None)  # that of a model in a user's own loop
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

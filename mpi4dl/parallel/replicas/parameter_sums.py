@@ -13,7 +13,6 @@ every rank computes alike, and are not summed.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from inspect import unwrap
 from typing import Any
 
@@ -21,10 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Pending
-from mpi4dl.comm.exchange import LocalFunction, once_differentiable
+from mpi4dl.comm.exchange import LocalFunction, forward_pass, once_differentiable
 from mpi4dl.parallel.replicas.buckets import bucket_bytes_on, plan_buckets, seen_as
-
-_passes: ContextVar["ForwardPass | None"] = ContextVar("forward pass", default=None)  # that which runs
 
 
 class SummedParameters(dict[str, "nn.Parameter | None"]):
@@ -51,7 +48,7 @@ class SummedParameters(dict[str, "nn.Parameter | None"]):
     def _summed(self, p: Any) -> Any:
         if p is None or not torch.is_grad_enabled() or not p.requires_grad:
             return p
-        running = _passes.get()
+        running = forward_pass.get()
         return p if running is None else running.use(p)
 
 
@@ -231,16 +228,16 @@ class ForwardPass:
     @staticmethod
     def now() -> "ForwardPass | None":
         """The pass that runs."""
-        return _passes.get()
+        return forward_pass.get()
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Within this context modules use parameters by this pass."""
-        before = _passes.set(self)
+        before = forward_pass.set(self)
         try:
             yield
         finally:
-            _passes.reset(before)
+            forward_pass.reset(before)
             self._sums, self._uses = {}, {}  # autograd has them
 
     def use(self, p: Tensor) -> Tensor:

@@ -30,9 +30,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from mpi4dl._compiler import PART
-from mpi4dl.comm.exchange import narrow
+from mpi4dl.comm.exchange import forward_pass, narrow
 from mpi4dl.geometry import Tiling
-from mpi4dl.parallel.replicas.parameter_sums import ForwardPass
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo_prefetch import HaloSource
 
@@ -276,7 +275,7 @@ class SpatialTensor(Tensor):
     _first_look: Callable[[], None] | None = None
     _memory: Memory | None = None
     retained: "Tensor | None" = None
-    made_in: ForwardPass | None = None  # of a model in a user's own loop, see `own_loop`
+    made_in: Any = None  # the forward pass of a model in a user's own loop, see `own_loop`
     output: Tensor | None = None  # what it is outside of the model, if somebody keeps it
     gathered: Any = None
     halo_sources: tuple[HaloSource, ...] = ()
@@ -296,7 +295,7 @@ class SpatialTensor(Tensor):
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
         )
         self._local = local if promised is None else None
-        self.shape, self.layout, self.made_in = shape, layout, ForwardPass.now()
+        self.shape, self.layout, self.made_in = shape, layout, forward_pass.get()
         if requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 self._backward_hooks = _REFUSING  # type: ignore[assignment]
@@ -310,7 +309,7 @@ class SpatialTensor(Tensor):
     @property
     def kept(self) -> bool:
         """Whether somebody keeps it beside what a model returned."""
-        return self.made_in is not None and self.made_in is not ForwardPass.now()
+        return self.made_in is not None and self.made_in is not forward_pass.get()
 
     @property
     def memory(self) -> Memory:
