@@ -118,7 +118,7 @@ class TableColumns:
 
 @dataclass(frozen=True)
 class LabelledColumns(TableColumns):
-    """Columns of the table of --slides or --images; none: as in training, or the usual names."""
+    """Columns of a table of slides or images; none: as in training, or the usual names."""
 
     label_columns: tuple[str, ...] | None = like(Data, "label_columns")
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from mpi4dl.comm.streams import NOWHERE, Nowhere, here, to_pinned
 from mpi4dl.comm.transport import LOW_PRECISION
-from mpi4dl.parallel.disk import mapped
 from mpi4dl.parallel.replicas.buckets import BucketSegment, laid_out, seen_as
 from mpi4dl.parallel.replicas.optimizer_traits import STEP_UNITS, step_unit
 
@@ -82,6 +81,8 @@ class Disk(Host):
         return any(block.data_ptr() <= value.data_ptr() < block.data_ptr() + block.nbytes for block in self._blocks)
 
     def _block(self, num_bytes: int) -> Tensor:
+        from mpi4dl.parallel.disk import mapped
+
         return mapped(num_bytes, self.folder)
 
 
