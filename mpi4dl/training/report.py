@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mpi4dl._palette import LOADS
 from mpi4dl._progress import ProgressBar
 from mpi4dl._wording import counted, duration
 from mpi4dl.engine import Engine
@@ -348,6 +349,9 @@ class Reporter(AbstractContextManager["Reporter"]):
 
 # How the experts of a model are used in the last microbatch of a step, for each layer.
 
+CELL_PIXELS = 16
+BRIGHTEST = 2.0  # times the even share
+
 
 @dataclass(frozen=True)
 class ExpertUse:
@@ -364,6 +368,20 @@ class ExpertUse:
     @property
     def imbalance(self) -> float:
         return max(float(load.max()) for load in self.loads.values())
+
+    def picture(self) -> Tensor:
+        """(1, 3, H, W), from 0 to 1: a row for each layer, in the order of the model, and a column for each expert.
+
+        Dark experts got no tokens, light ones twice their even share, or more.
+        """
+        widest = max(len(load) for load in self.loads.values())
+        rows = [torch.nn.functional.pad(load, (0, widest - len(load))) for load in self.loads.values()]
+        place = (torch.stack(rows) / BRIGHTEST).clamp(0, 1) * (len(LOADS) - 1)
+        colours = torch.tensor(LOADS)
+        below = place.floor().long().clamp_max(len(LOADS) - 2)
+        part = (place - below)[..., None]
+        cells = (colours[below] * (1 - part) + colours[below + 1] * part).permute(2, 0, 1)
+        return cells.repeat_interleave(CELL_PIXELS, 1).repeat_interleave(CELL_PIXELS, 2)[None]
 
 
 def expert_use(engine: Engine) -> ExpertUse | None:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -24,7 +24,7 @@ from mpi4dl.options.sections.parallel import Parallel
 from mpi4dl.options.tasks import directions
 from mpi4dl.parallel.inputs import OwnSizes, own_or
 from mpi4dl.results.formats import write_object
-from mpi4dl.results.names import MEASURES, PORTRAIT
+from mpi4dl.results.names import MEASURES
 from mpi4dl.runs.folder import BEST
 from mpi4dl.runs.stopping import Stopped, StopSignals
 from mpi4dl.training import resuming
@@ -39,7 +39,7 @@ from mpi4dl.training.report import (
 )
 from mpi4dl.training.resuming import BestSoFar, contents_of, options_to_compare
 from mpi4dl.training.setup import Setup, command_to_go_on, told_before
-from mpi4dl.training.tensorboard import Showing, purposes_of, snapshot_of
+from mpi4dl.training.tensorboard import Painter, Showing, remember
 
 
 def fit(setup: Setup) -> Evaluation | None:
@@ -177,6 +177,7 @@ class TrainingRun:
         self.evaluation: Evaluation | None = None
         self.checkpoints: Checkpoints | None = None  # as long as nothing is saved
         self.reporter: Reporter | None = None  # on rank 0, once the folder is there
+        self.painter: Painter | None = None
         origin = comm.from_first(lambda: resuming.find_origin(run, self.spec.name, datetime.now()))
         self.folder = origin.folder
         closing.callback(self.folder.unlock)
@@ -211,9 +212,7 @@ class TrainingRun:
                 self.folder.cut_metrics(metrics_bytes)
             how = (self.num_steps, engine.num_steps, run.tensorboard, self.images.classes)
             self.reporter = closing.enter_context(Reporter(self.folder, *how, noun=self.source.sample_noun))
-            self.reporter.text("run/options", options, engine.num_steps)
-            self.snapshot = snapshot_of(engine, lines[0], self.num_steps)
-            self.keep_snapshot(())
+            self.painter = Painter(self.reporter, self.folder, options, engine, lines[0], self.num_steps)
             engine.executor.progress = self.progress
         self.showing = Showing(self.reporter, engine, self.source, self.task, self.images.classes)
         comm.barrier()  # so that nobody's first steps count as a wait what rank 0 draws here
@@ -431,9 +430,7 @@ class TrainingRun:
     def report(self) -> None:
         """Say how the steps went since the last report."""
         if not self.remembered and self.interval.losses:
-            own = purposes_of(self.engine, self.meter.peak_bytes(), self.spec.parallel.offload == "disk")
-            self.keep_snapshot(self.comm.all_gather_object(own))
-            self.remembered = True
+            self.remembered = remember(self.painter, self.spec.parallel.offload == "disk", self.engine, self.meter)
             self.look_at_cores()
         found = self.interval.report(self.epoch + 1, self.meter.peak_bytes())
         self.interval = self.new_interval()
@@ -442,17 +439,8 @@ class TrainingRun:
             if use is not None:
                 found = replace(found, expert_imbalance=use.imbalance, dropped_tokens=use.dropped)
                 found = replace(found, router_entropy=use.entropy)
+                self.reporter.images("experts/load by layer and expert", use.picture(), found.step)
             self.reporter.step(found)
-
-    def keep_snapshot(self, memory: Sequence[Mapping[str, int]]) -> None:
-        """Write the snapshot with what the memory of each rank is for; one that cannot be written ends nothing."""
-        if self.reporter is None:
-            return
-        path = self.folder.path / PORTRAIT
-        try:
-            write_object(path, replace(self.snapshot, memory=tuple(memory)).content())
-        except OSError as error:
-            self.say(f"{path} cannot be written: {error.strerror}; the run goes on without")
 
     def look_at_cores(self) -> None:
         """Say whether ranks had to wait for cores, though they took more threads than one by themselves. Collective."""

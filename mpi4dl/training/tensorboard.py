@@ -1,6 +1,7 @@
-"""Images of a run for TensorBoard: confusion matrices and examples; and the snapshot of its plan for reports."""
+"""Images of a run for TensorBoard: confusion matrices, examples, the plan and its timeline."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mpi4dl._memory import MemoryMeter
 from mpi4dl._palette import GOOD, INK, PAPER, WRONG, of_classes
 from mpi4dl.engine import Engine
 from mpi4dl.engine.runner import measured_as_is
@@ -16,7 +18,9 @@ from mpi4dl.options.data import normalisation
 from mpi4dl.options.sources import DataSource
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.tables.simulator import Simulation
-from mpi4dl.runs.folder import RunSnapshot
+from mpi4dl.results.formats import write_object
+from mpi4dl.results.names import PORTRAIT
+from mpi4dl.runs.folder import RunFolder, RunSnapshot
 from mpi4dl.tasks.formulas import main_output
 from mpi4dl.tasks.metrics import THRESHOLD
 from mpi4dl.tasks.task import Task
@@ -229,17 +233,59 @@ def _resized(masks: Tensor, size: Sequence[int]) -> Tensor:
     return F.interpolate(masks[:, None].double(), size=tuple(size), mode="nearest-exact")[:, 0].long()
 
 
-# Describes plan, modules and memory of a run, from its engine, for the report.
+# Describes plan, modules and memory of a run, from its engine, for the report and TensorBoard.
 
 MOST_SPANS = 20_000  # of a timeline that is kept
+MOST_DRAWN = 2_000  # of one that is drawn for TensorBoard
 REST = "activations and the rest"
 
 
-def snapshot_of(engine: Engine, title: str, num_steps: int) -> RunSnapshot:
-    """The plan, the modules and the timeline of a run, before its first step."""
-    source = "" if engine.stages.costs is None else engine.stages.costs.source
-    modules = tuple(modules_of(engine))
-    return RunSnapshot(title, engine.plan.describe(), num_steps, modules, (), source, timeline_of(engine))
+class Painter:
+    """Writes plan, modules and memory of a run into its folder and TensorBoard; made on rank 0, before the first step.
+
+    A folder that cannot be written gives a warning, and ends nothing.
+    """
+
+    def __init__(
+        self, reporter: Any, folder: RunFolder, options: str, engine: Engine, title: str, num_steps: int
+    ) -> None:
+        self._reporter, self._folder, self._step = reporter, folder, engine.num_steps
+        costs, plan = engine.stages.costs, engine.plan.describe()
+        source, timeline = "" if costs is None else costs.source, timeline_of(engine)
+        modules = tuple(modules_of(engine))
+        self.portrait = RunSnapshot(title, plan, num_steps, modules, (), source, timeline)
+        reporter.text("run/options", options, self._step)
+        reporter.rows("run/parameters by module", ("module", "values", "of them trained"), modules, self._step)
+        if timeline is not None:
+            from mpi4dl.parallel.tables.drawing import as_image, as_text
+
+            if reporter.has_pictures and sum(map(len, timeline.rows)) <= MOST_DRAWN:
+                reporter.figure("run/timeline", np.asarray(as_image(timeline)), self._step)
+            reporter.text("run/timeline", f"{as_text(timeline)}\n{source}", self._step)
+        self._write()
+
+    def remember(self, memory: Sequence[Mapping[str, int]]) -> None:
+        """Add what the memory of each rank is for."""
+        self.portrait = replace(self.portrait, memory=tuple(memory))
+        rows = [[rank, *(f"{n / 2**20:,.1f}" for n in one.values())] for rank, one in enumerate(memory)]
+        self._reporter.rows("run/memory in MiB", ("rank", *memory[0]), rows, self._step)
+        self._write()
+
+    def _write(self) -> None:
+        path = self._folder.path / PORTRAIT
+        try:
+            write_object(path, self.portrait.content())
+        except OSError as error:
+            self._reporter.say(f"{path} cannot be written: {error.strerror}; the run goes on without")
+
+
+def remember(painter: Painter | None, on_disk: bool, engine: Engine, meter: MemoryMeter) -> bool:
+    """Have rank 0's painter remember the memory of all ranks, once steps were made. Collective; True, as it is done."""
+    own = purposes_of(engine, meter.peak_bytes(), on_disk)
+    memory = engine.comm.all_gather_object(own)
+    if painter is not None:
+        painter.remember(memory)
+    return True
 
 
 def timeline_of(engine: Engine) -> Simulation | None:

@@ -42,3 +42,4 @@ def test_experts_of_tiles(ranks: Ranks, plan: Plan) -> None:
         assert torch.equal(use.loads["blocks.1.feed_forward.router"], seen.loads["blocks.1.feed_forward.router"])
         assert (use.dropped, use.entropy) == pytest.approx((seen.dropped, seen.entropy))
         assert 0 < use.dropped < 1 < use.imbalance
+        assert use.picture().shape[:2] == (1, 3)
