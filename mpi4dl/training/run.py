@@ -30,9 +30,12 @@ from mpi4dl.runs.stopping import Stopped, StopSignals
 from mpi4dl.training import resuming
 from mpi4dl.training.input_pipeline import BadImages, ControlFlags, Divided, OfSamples, Reading, UnreadableImages
 from mpi4dl.training.report import (
+    Forecast,
     LogInterval,
     Reporter,
     ValidationReport,
+    WorkMeter,
+    compared,
     expert_use,
     summary,
     title,
@@ -123,6 +126,7 @@ class Best:
         return f"val_{self.monitor} is {value}: these weights are not kept as the best"
 
     def words(self) -> str:
+        """Why the run ends."""
         after = counted(self.since, "validation")
         return f"val_{self.monitor} was best, {self.value:.6g}, at step {self.step}; {after} since then no better"
 
@@ -172,6 +176,8 @@ class TrainingRun:
         self.epoch, self.batch, self.due = 0, 0, False
         self.interval = self.new_interval()
         self.has_experts = any(name.endswith(".router.weight") for name in engine.stages.shapes)
+        # Measures the work of stages that was estimated.
+        self.work = None if engine.stages.costs is None else WorkMeter(comm.node)
         self.waited_for_cores: float | None = None  # until the first step
         self.began_steps = 0.0
         self.evaluation: Evaluation | None = None
@@ -286,6 +292,7 @@ class TrainingRun:
         self.checkpoints.save(self.engine, self.state())
 
     def saves_at(self, step: int) -> bool:
+        """Whether a checkpoint is due that `save_every` counts in steps."""
         every = self.chosen.save_every
         return isinstance(every, int) and step % every == 0
 
@@ -343,8 +350,21 @@ class TrainingRun:
                 save_model(self.engine, self.folder.path / AVERAGE, self.images.classes, self.about.metadata)
         seconds, skipped = time.perf_counter() - began, self.bad_images.skipped
         found = summary(self.evaluation, self.task.monitor, self.engine.num_steps, earlier, seconds, skipped)
+        self.compare()
         self.tell("on_fit_end")
         self.say(f"done: {found}; see {self.folder.path}")
+
+    def compare(self) -> None:
+        """Report estimated and measured work of each rank, for a plan of several stages. Collective."""
+        stages, plan = self.engine.stages, self.engine.plan
+        if self.work is None or stages.costs is None:
+            return
+        of_ranks = self.comm.all_gather_object(self.work.worked)
+        if self.engine.device.type != "cpu" or not any(rank.seconds for rank in of_ranks):
+            return  # of a GPU, whose work the host does not wait for, it would say nothing
+        forecast = Forecast.of(plan, stages.costs, stages.counts)
+        for line in compared(forecast, of_ranks, self.comm.node.oversubscribed):
+            self.say(line)
 
     def reading(self, loader: Any, epoch: int, start: int = 0, training: bool = True) -> Reading:
         """The batches that all ranks can read."""
@@ -398,14 +418,17 @@ class TrainingRun:
         self.interval = self.new_interval(self.interval.losses)
         if self.finished:
             return
-        reading = self.reading(self.training, self.epoch, self.batch)
+        reading, first = self.reading(self.training, self.epoch, self.batch), self.engine.num_steps
         with self.saved_if_refused():
             for batch, microbatches in reading:
                 if self.engine.num_steps == 0:
                     self.showing.samples(batch.tiles, microbatches[0])
                 tell = reading.tell if self.engine.num_steps + 1 < self.num_steps else self.own_news
-                sizes = own_or(batch.sizes, self.size)
-                result = self.engine.step(batch.tiles, batch.targets, sizes, microbatches, tell)
+                learns_shapes = self.engine.num_steps == first
+                with nullcontext() if self.work is None or learns_shapes else self.work:
+                    result = self.engine.step(
+                        batch.tiles, batch.targets, own_or(batch.sizes, self.size), microbatches, tell
+                    )
                 reading.hear(result.told)
                 self.batch = reading.used
                 self.interval.add(result.loss, len(batch.labels))
@@ -461,6 +484,7 @@ class TrainingRun:
         return LogInterval(self.engine, self.training, losses, self.source.tokens)
 
     def own_news(self, bad_image: bool = False) -> ControlFlags:
+        """The flags of this rank."""
         cannot_save = self.checkpoints is not None and self.checkpoints.failed
         return ControlFlags(self.stopping or self.signals.caught is not None, cannot_save, bad_image)
 

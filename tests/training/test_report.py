@@ -1,4 +1,4 @@
-"""Reports: one plain line each, a progress bar only on a terminal, and the same numbers in every place."""
+"""Reports: one plain line each, a progress bar only on a terminal, the same numbers in every place, and forecasts."""
 
 import io
 import logging
@@ -20,14 +20,21 @@ from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine, Evaluation
 from mpi4dl.options.config import parse
 from mpi4dl.options.sources import source_of
+from mpi4dl.parallel.costs.cost_model import StageCosts, stages_on
+from mpi4dl.parallel.costs.machine import Machine
+from mpi4dl.parallel.costs.meter import UnitCosts
 from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.runs.folder import RunFolder
 from mpi4dl.tasks.task import Classify, MultiLabel, Regress, Segment, Task
 from mpi4dl.training.report import (
+    Forecast,
     Reporter,
     StepReport,
     ValidationReport,
+    Worked,
+    WorkMeter,
+    compared,
     summary,
 )
 from mpi4dl.training.tensorboard import Showing, captioned, confusion_picture, overlaid
@@ -215,6 +222,53 @@ def test_the_last_line_of_a_run_has_its_result(evaluation: Evaluation | None, sa
     assert summary(evaluation, "dice", 3, 0, 2.0, 0) == said
     assert summary(evaluation, "dice", 3, 0, 2.0, 2) == f"{said}, 2 unreadable images skipped"
     assert summary(evaluation, "dice", 36, 33, 2.0, 0) == f"{said} after 33 of an earlier start"
+
+
+# What was foreseen beside what was measured.
+
+
+def test_shares_of_work_and_idle_time_follow_from_the_table() -> None:
+    """F0 to 1 s, F1 to 2 s; the last stage works from 1 s to 25 s; then the last backward, to 27 s.
+
+    On stage 0 a unit takes 1 s forward and 2 s backward, on stage 1 twice as long.
+    """
+    plan = Plan.of(stages=2, tiles=[(1, 2), (1, 1)], microbatches=2)
+    columns = tuple((UnitCosts(forward_seconds=n, backward_seconds=2 * n),) * 3 for n in (1.0, 2.0))
+    machine = Machine.of_link(0.0, math.inf, 3, message_seconds=0.0)
+    found = Forecast.of(plan, StageCosts(columns, stages_on(machine, plan), "", True), (1, 2))
+    assert found.work == (6 / 36, 6 / 36, 24 / 36)
+    assert found.idle == (1 - 6 / 27, 1 - 6 / 27, 1 - 24 / 27)
+
+
+def test_a_prediction_that_holds_is_said_as_it_is_and_one_that_is_far_off_is_called_so() -> None:
+    forecast = Forecast((0.25, 0.75), (0.6, 0.1))
+    of_ranks = [Worked(1.0, 8.0), Worked(3.0, 8.0), Worked(1.2, 8.0), Worked(3.1, 8.0)]  # of two replicas
+    assert compared(forecast, of_ranks, crowded=False) == [
+        "each rank's share of the work, and how long it idled, as predicted and as measured:",
+        "  rank 0: work 25.0 % and 26.5 %, idle 60 % and 86 %",
+        "  rank 1: work 75.0 % and 73.5 %, idle 10 % and 62 %",
+    ]
+    *_, last = compared(Forecast((0.5, 0.5), (0.0, 0.0)), [Worked(4.0, 5.0), Worked(1.0, 5.0)], crowded=True)
+    assert last == (
+        "the prediction of rank 1's work is off by 150 %: `balance` measured cuts by what the ranks themselves take"
+    )
+
+
+def test_work_is_counted_within_steps_only() -> None:
+    class Node:
+        work = 0.0
+
+        def work_seconds(self) -> float:
+            return self.work
+
+    node: Any = Node()
+    clock = iter([1.0, 5.0, 100.0, 102.0])
+    meter = WorkMeter(node, lambda: next(clock))
+    for seconds in (3.0, 1.0):
+        with meter:
+            node.work += seconds
+        node.work += 50.0
+    assert meter.worked == Worked(4.0, 6.0)
 
 
 # The images of a validation, and what they are taken for, reach rank 0 under any plan, and none is computed twice.
