@@ -465,6 +465,7 @@ def load_weights(
     origin, matching = comm.broadcast_object((stored and stored.origin, matching))
     assert matching is not None
     _hand_out(stages, matching.pairs, stored)
+    stored = None  # nor the pages of its file
     parameters = {name for same in stages.names_of.values() for name in same}
     return [*matching.remarks(origin), *not_finite(comm, origin, stages.own_state().items(), parameters)]
 

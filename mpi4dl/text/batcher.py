@@ -143,7 +143,7 @@ class TextStream:
         return self._take(self._tokenizer.decode(self._undecoded), last=False)
 
     def end(self) -> str:
-        """The stages-back text, as it is: no more tokens come."""
+        """The text held back, as it is: no more tokens come."""
         return self._take(self._tokenizer.decode(self._undecoded), last=True)
 
     def _take(self, text: str, last: bool) -> str:

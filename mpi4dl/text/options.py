@@ -163,7 +163,7 @@ class Ranks:
         """The options by which these ranks hold a model, instead of those that trained it, for any batches."""
         asked = {each.name: getattr(self, each.name) for each in fields(Parallel) if hasattr(self, each.name)}
         as_trained = {name: trained.value(name) for name in ("tensor_styles", "moe")}
-        usual = {"tiles": ((1,),), "balance": "flops", "threads": threads, "accumulate": 1}
+        usual = {"tiles": ((1,),), "balance": "flops", "threads": threads, "accumulate": 1, "keep_freed_memory": False}
         return {**vars(Parallel()), **usual, **as_trained, **asked}
 
 

@@ -10,7 +10,7 @@ several tiles. Only the output pixels that a tile owns get a gradient, so the su
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -220,8 +220,16 @@ class Streaming:
         """The gradients of the inputs that are tensors, and of the parameters, summed over the tiles of this rank."""
         sums: list[Tensor | None] = [None] * len(self._parameters)
 
+        def collect(i: int, weight: int, gradient: Tensor) -> Tensor | None:
+            """Add the gradient of parameter i, of which autograd, that would keep it for all others, holds no more."""
+            known = sums[i]  # a copy at first: two parameters may get one tensor
+            sums[i] = gradient.clone() if known is None else known.add_(gradient, alpha=weight)
+            return None if gradient.is_sparse else gradient.new_zeros(()).expand_as(gradient)
+
         def differentiate(values: Sequence[Tensor], outputs: Sequence[Tensor], zero_weight: int = 0) -> None:
             """Add the gradients of a tile. `zero_weight` > 0: add them so many times, for an output gradient of 0."""
+            if self._is_first:
+                sums[:] = [None] * len(sums)  # a pass that ended at a statistic had found some of them
             roots, of_roots = [], []
             for y, buffer, gradient in zip(outputs, self._outputs, gradients, strict=True):
                 if gradient is None or not y.requires_grad:
@@ -238,14 +246,13 @@ class Streaming:
                 return
             wanted = [(x, value) for x, value in zip(self._inputs, values, strict=True) if value.requires_grad]
             leaves = [value.local if isinstance(value, SpatialTensor) else value for _, value in wanted]
-            found = torch.autograd.grad(roots, [*leaves, *self._parameters], of_roots, allow_unused=True)
+            with ExitStack() as hooks:
+                for i, p in enumerate(self._parameters):
+                    hooks.callback(p.register_hook(partial(collect, i, zero_weight or 1)).remove)
+                found = torch.autograd.grad(roots, [*leaves, *self._parameters], of_roots, allow_unused=True)
             for (x, value), gradient in zip(wanted, found, strict=False):
                 if gradient is not None:
                     x.add(value, gradient)
-            for i, gradient in enumerate(found[len(wanted) :]):
-                if gradient is not None:
-                    known = sums[i]
-                    sums[i] = gradient if known is None else known.add_(gradient, alpha=zero_weight or 1)
 
         self._buffers = Buffers(self._part)  # under GEMS these are not the buffers of the forward pass
         buffers = self._buffers.values()

@@ -48,6 +48,17 @@ class Case:
     norm: bool = False
 
 
+class Summed(nn.Conv2d):
+    """Its weight is the sum of two parameters, which get one gradient."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes, bias=False)
+        self.change = nn.Parameter(torch.zeros_like(self.weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.weight + self.change, None, self.stride, self.padding)
+
+
 class Small(nn.Sequential):
     """Batch norm, and dropout of channels, whose mask is that of all patches."""
 
@@ -57,7 +68,7 @@ class Small(nn.Sequential):
             nn.BatchNorm2d(6),
             nn.ReLU(),
             nn.Dropout2d(0.2),
-            nn.Conv2d(6, 8, 3, 2, 1, bias=False),
+            Summed(6, 8, 3, 2, 1),
             nn.BatchNorm2d(8),
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),
