@@ -221,12 +221,12 @@ class StoredPicture:
         """
         with blaming(self.path):
             stored = self._stored.read(*space)
-            values = finite(self.path, unit_values(stored), gaps=True)
+            values = unit_values(stored)
             if self._no_data is not None:
                 values = np.where(stored == self._no_data, np.float32(np.nan), _unit(values))
             if self._inside is not None:
                 values = np.where(self._inside.read(*space)[..., None], _unit(values), np.float32(np.nan))
-            return values
+            return finite(self.path, values, gaps=True)
 
     def require(self, channels: int, depth: str | None, noun: str) -> None:
         """Raise BadImage if other pictures of this kind have other channels, or another depth."""
