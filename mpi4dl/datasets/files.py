@@ -298,7 +298,7 @@ def open_stored_picture(path: Path, bands: Sequence[int] = ()) -> StoredPicture:
         wide = head[:4] == _PNG and head[-1] == 16
         with PIL.Image.open(path) as image:
             transparent = "transparency" in image.info
-            if image.mode not in _CHANNELS or transparent:
+            if image.mode not in _CHANNELS or transparent or (image.mode.startswith("I") and not wide):
                 told = f"has pixels of {image.mode}{' with transparency' * transparent}"
                 raise BadImage(path, f"{told}: expected 1 channel (grey) or 3 (RGB), of 8 or 16 bits")
             count = _CHANNELS[image.mode]
