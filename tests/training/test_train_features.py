@@ -536,6 +536,6 @@ def test_patches_without_attributes_are_as_large_as_their_usual_step(tmp_path: P
     """CLAM begins a grid at each piece of tissue, and writes no attributes."""
     grid = np.stack(np.meshgrid(np.arange(4) * 512, np.arange(3) * 512), -1).reshape(-1, 2)
     with h5py.File(tmp_path / "s.h5", "w") as file:
-        file["coords"] = np.random.default_rng(0).permutation(np.concatenate([grid, grid[:-3] + (2051, 7)]))
+        file["coords"] = np.random.default_rng(0).permutation(np.concatenate([grid, np.add(grid[:-3], (2051, 7))]))
         file["features"] = np.zeros((21, WIDTH), np.float32)
     assert open_bag(tmp_path / "s.h5").side == 512
