@@ -45,6 +45,10 @@ class Unsupported(DatasetError):
     """The TIFF file is stored in a way that is left to Pillow, which decodes it whole."""
 
 
+class Scanned(BadImage):
+    """The TIFF file is one of those of scanners whose pixels only OpenSlide knows."""
+
+
 def colouring(page: Any, num_planes: int, ome: str | None) -> Callable[[Samples], Pixels]:
     """A function that makes RGB bytes of samples (h, w, n) of a page, of which `num_planes` like it are the colours, or
     just 1. `ome` is the file's OME-XML.
@@ -124,6 +128,7 @@ SCANNERS = ("philips", "bif", "scn")  # by tifffile's names
 TRESTLE = "MedScan"  # how the tag Software begins
 HAMAMATSU = 65420  # a tag
 APERIO_YCC = (33003, 33004)
+UNTRUE = ("bif", "trestle", "svs")  # of these also the finest level
 BESIDE = re.compile(r"\b(label|macro|thumbnail|overview)\b", re.IGNORECASE)
 MASK, MACRO = 4, 9  # of the tag NewSubfileType: a bit of TIFF 6.0, and what Aperio calls the overview
 # A page is compared with the next finer one at SPOTS x SPOTS spots. JPEG and other resampling change less than that.
@@ -198,6 +203,10 @@ def chosen_bands(path: Path, bands: Sequence[int], count: int) -> list[int]:
 def _opened_as(kind: "Callable[..., _Tiff]", path: Path) -> "tuple[Image, Any, Image | None]":
     """The image upright, as it is stored, and the mask that the file has of it, if there is one."""
     with opened(path) as file:
+        scanner = _scanner(file)
+        if scanner in UNTRUE:
+            told = f"is a scanner's TIFF ({scanner}), whose tiles overlap or whose colours are no RGB"
+            raise Scanned(path, f"{told}: convert it to RGB")
         _check_segments(path, file.pages[0])
         _check_directories(path, file)
         pages, _ = _pages_of_slide(path, file)
@@ -247,7 +256,7 @@ def open_levels(path: Path) -> tuple[tuple[Image, ...], PageFacts]:
     """
     with opened(path) as file:
         _check_directories(path, file)
-        scanner = next(filter(None, map(_scanner, list(file.pages)[:2])), None)
+        scanner = _scanner(file)
         if scanner is not None and not has_openslide():
             raise needs_openslide(path, f"a scanner's TIFF ({scanner})")
         pages, number = _pages_of_slide(path, file)
@@ -296,15 +305,19 @@ def _pages_of_slide(path: Path, file: Any) -> tuple[Sequence[Any], int]:
     return [page], 0
 
 
-def _scanner(page: Any) -> str | None:
-    """The scanner's format of a page that only OpenSlide reads truly; None for others."""
-    if page.software.startswith(TRESTLE):
-        return "trestle"
-    if HAMAMATSU in page.tags:
-        return "hamamatsu"
-    if page.is_svs and int(page.compression) in APERIO_YCC:
-        return "svs"
-    return next((name for name in SCANNERS if getattr(page, f"is_{name}")), None)
+def _scanner(file: Any) -> str | None:
+    """The scanner's format of a file whose pages only OpenSlide knows; None for others."""
+    for page in file.pages[:2]:
+        if page.software.startswith(TRESTLE):
+            return "trestle"
+        if HAMAMATSU in page.tags:
+            return "hamamatsu"
+        if page.is_svs and int(page.compression) in APERIO_YCC:
+            return "svs"
+        named = next((name for name in SCANNERS if getattr(page, f"is_{name}")), None)
+        if named is not None:
+            return named
+    return None
 
 
 def _is_beside(page: Any) -> bool:

@@ -95,6 +95,8 @@ def test_slides_are_read_as_scanners_lay_them_out(name: str, tmp_path: Path) -> 
     found = open_slide(path)
     assert (found.size, found.mpp, found.file.vendor) == (layout.size, pytest.approx(MPP), layout.vendor)
     assert [level.downsample for level in found.file.levels][:3] == pytest.approx([1.0, 2.0, 4.0])
+    as_picture = open_image(path).read(*(Interval(0, side) for side in layout.size))
+    assert np.abs(as_picture.astype(int) - levels[0]).max() <= layout.tolerance
     true = SlideFile(path, tuple(Level(WholeImage(level), 2.0**number) for number, level in enumerate(levels)), MPP)
     for mpp in (0.5, 0.8, 2.0, 5.0):
         resolution = Resolution(mpp=mpp)
