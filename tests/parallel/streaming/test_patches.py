@@ -241,7 +241,7 @@ CASES = {
     "ways and microbatches": replace(SMALL, plan=Plan(((1, 1),), (2,), microbatches=2), batch=4),
     "fewer patches than ranks": replace(SMALL, plan=Plan(((1, 4),)), patch=64, batch=1),
     "ViT": replace(SMALL, encoder="vit", patch=32),
-    "hooks on parameters": replace(SMALL, hooked=True),
+    "hooks on parameters": replace(SMALL, plan=Plan(), hooked=True),
     "features normalized, replicas": replace(SMALL, norm=True, plan=Plan(((1, 2),), data=2), batch=4),
 }
 
