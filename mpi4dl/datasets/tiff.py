@@ -446,7 +446,7 @@ class _Tiff:
         self._path, self._pages = path, pages
         first = pages[0]
         # Both are looked up in the file when first used, and it is closed by then.
-        self._decode, self._jpegtables = first.decode, first.jpegtables
+        self._decode, self._jpegtables = first.decode, {page.index: page.jpegtables for page in pages}
         self._elsewhere, self._pictures = (int(first.compression) in kinds for kinds in (UNMEASURED, PICTURES))
         self.blank, self._colour = self._meaning(ome)
         height, width = self.size = first.imagelength, first.imagewidth
@@ -529,7 +529,7 @@ class _Tiff:
         if self._elsewhere or (self._pictures and not _is_measured(self._path, index, data, self._sides)):
             return _elsewhere(self._path, page, index)[0, rows]
         with blaming(self._path, f"tile {index} cannot be decoded"):
-            return self._decode(data, index, jpegtables=self._jpegtables)[0][0, rows]
+            return self._decode(data, index, jpegtables=self._jpegtables[page.index])[0][0, rows]
 
 
 class _Indices(_Tiff):
