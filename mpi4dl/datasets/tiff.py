@@ -24,7 +24,7 @@ import PIL.Image
 
 from mpi4dl._wording import counted
 from mpi4dl.datasets.base import BadImage, DatasetError, FunctionImage, Image, Pixels, blaming, package
-from mpi4dl.datasets.colour import TAG, WHITE, bytes_of, rgb_of, upright
+from mpi4dl.datasets.colour import EXCHANGED, TAG, WHITE, bytes_of, rgb_of, upright
 from mpi4dl.datasets.reader_process import ask, has_openslide, needs_openslide
 from mpi4dl.geometry import Interval, ceil_div
 
@@ -279,7 +279,8 @@ def open_levels(path: Path) -> tuple[tuple[Image, ...], PageFacts]:
                 smaller, has_mask = image([page])
                 if has_mask == masked and (page in inner or _shows_the_same(levels[-1], smaller)):
                     levels.append(smaller)
-        across, down = (_ratio(first.tags.valueof(name)) for name in ("XResolution", "YResolution"))
+        sides = (_ratio(first.tags.valueof(name)) for name in ("XResolution", "YResolution"))
+        across, down = [*sides][:: -1 if tag in EXCHANGED else 1]
         return tuple(levels), PageFacts(
             file.ome_metadata or "",
             number,

@@ -194,6 +194,15 @@ def test_levels_in_subifds_are_read_of_their_own_pages(tmp_path: Path, compressi
         assert np.abs(read.astype(int) - expected).max() <= 4 * (compression == "jpegxr")
 
 
+def test_oblong_pixels_of_a_slide_that_was_stored_turned(tmp_path: Path) -> None:
+    """Resolutions are those of rows and columns as they are stored."""
+    turned: list[Any] = [(274, "H", 1, 6, True)]
+    told: dict[str, Any] = {"resolution": (1e4 / MPP, 1e4 / (2 * MPP)), "resolutionunit": 3, "extratags": turned}
+    tifffile.imwrite(tmp_path / "a.tif", picture((100, 120)), photometric="rgb", **told)
+    found = open_slide(tmp_path / "a.tif")
+    assert (found.file.size, found.size, found.file.aspect) == ((120, 100), (60, 100), pytest.approx((2, 1)))
+
+
 @pytest.mark.parametrize("ending", [".tif", ".ome.tif"])
 def test_oblong_pixels_are_read_as_square_ones(ending: str, tmp_path: Path) -> None:
     """Whoever says it, the resolution of TIFF or OME; places in files are those of level 0."""
