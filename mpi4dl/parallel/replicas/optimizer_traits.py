@@ -1,12 +1,12 @@
 """Traits of an optimizer and its hooks: how it steps, and why it cannot train a model as it is."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Literal, get_args
 
-from torch import nn, optim
+from torch import Tensor, nn, optim
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
@@ -234,3 +234,26 @@ def _overlap(parameters: Mapping[str, nn.Parameter]) -> tuple[str, str] | None:
         extent = sum(stride * (size - 1) for stride, size in zip(p.stride(), p.shape, strict=True)) + 1
         end, last = start + extent * p.element_size(), name
     return None
+
+
+@contextmanager
+def set_aside(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Within this context parameters have no gradients and no hooks on them."""
+    gradients = [p.grad for p in parameters]
+    hooks = [
+        (each, dict(each))
+        for p in parameters
+        for each in (p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None))
+        if each
+    ]
+    for p in parameters:
+        p.grad = None
+    for each, _ in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, known in hooks:
+            each.update(known)
+        for p, gradient in zip(parameters, gradients, strict=True):
+            p.grad = gradient
