@@ -344,8 +344,10 @@ def _described(page: "tiff.PageFacts") -> tuple[float | None, tuple[float, float
 
 def _of_ome(ome: str, number: int) -> tuple[tuple[float | None, float | None], float | None]:
     """Microns per pixel (x, y) and magnification of an image of OME-XML."""
-    every = _elements(ome, "Pixels")
-    lens = next(iter(_elements(ome, "Objective")), None)
+    every, images, lenses = (_elements(ome, tag) for tag in ("Pixels", "Image", "Objective"))
+    inner = [each for image in images[number : number + 1] for each in image if "ObjectiveSettings" in each.tag]
+    used = {each.get("ID") for each in inner}
+    lens = next((each for each in lenses if each.get("ID") in used), next(iter(lenses), None))
     power = None if lens is None else _number(lens.get("NominalMagnification"))
     return (_sides(every[number]) if number < len(every) else (None, None)), power
 

@@ -201,6 +201,25 @@ def test_a_small_page_of_something_else_is_no_level(tmp_path: Path) -> None:
     assert [level.downsample for level in open_slide(tmp_path / "a.tif").file.levels] == [1]
 
 
+def test_the_objective_is_that_of_the_image(tmp_path: Path) -> None:
+    lenses = "".join(
+        f'<Objective ID="Objective:0:{n}" NominalMagnification="{power}"/>' for n, power in enumerate((1, 20))
+    )
+    images = "".join(
+        f'<Image ID="Image:{n}" Name="{name}"><ObjectiveSettings ID="Objective:0:{n}"/><Pixels ID="Pixels:{n}" '
+        f'DimensionOrder="XYCZT" Type="uint8" SizeX="{side}" SizeY="{side}" SizeC="3" SizeZ="1" SizeT="1">'
+        f'<Channel ID="Channel:{n}:0" SamplesPerPixel="3"/><TiffData IFD="{n}" PlaneCount="1"/></Pixels></Image>'
+        for n, (name, side) in enumerate((("macro", 40), ("slide", 256)))
+    )
+    space = 'xmlns="http://www.openmicroscopy.org/Schemas/OME/2016-06"'
+    told = f'<OME {space}><Instrument ID="Instrument:0">{lenses}</Instrument>{images}</OME>'
+    with tifffile.TiffWriter(tmp_path / "a.ome.tif") as file:
+        for side, description in ((40, told), (256, None)):
+            file.write(picture((side, side)), description=description, **TILED)
+    found = open_slide(tmp_path / "a.ome.tif").file
+    assert (found.size, found.magnification) == ((256, 256), 20)
+
+
 def test_oblong_pixels_of_a_slide_that_was_stored_turned(tmp_path: Path) -> None:
     """Resolutions are those of rows and columns as they are stored."""
     turned: list[Any] = [(274, "H", 1, 6, True)]
