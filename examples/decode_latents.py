@@ -25,14 +25,16 @@ from mpi4dl.parallel.streaming.leading_part import StreamOptions
 prepare_torchvision()  # which diffusers may import: also a build for GPUs beside a torch for CPUs
 from diffusers import AutoencoderKL  # noqa: E402
 
-CHANNELS = (32, 32, 64, 64)  # of each resolution: Stable Diffusion has (128, 256, 512, 512)
+CHANNELS = "32,32,64,64"
 
 
-def autoencoder(sample_size: int = 256) -> AutoencoderKL:
+def autoencoder(channels: str = CHANNELS, sample_size: int = 256) -> AutoencoderKL:
     """A small one, which makes 8 x 8 pixels of each place of a latent."""
     torch.manual_seed(0)  # the same weights on every rank
+    sizes = tuple(map(int, channels.split(",")))
     kinds = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
-    vae = AutoencoderKL(block_out_channels=CHANNELS, norm_num_groups=8, sample_size=sample_size, **kinds)
+    groups = min(8, *sizes)
+    vae = AutoencoderKL(block_out_channels=sizes, norm_num_groups=groups, sample_size=sample_size, **kinds)
     return vae.eval().requires_grad_(False)
 
 
@@ -66,10 +68,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("way", choices=("plain", "tiling", "tiles", "stream"))
     parser.add_argument("--latent", type=int, default=128, help="sides; those of the picture are 8 times as long")
+    parser.add_argument("--channels", default=CHANNELS, help="of each resolution; Stable Diffusion has 128,256,512,512")
     parser.add_argument("--tiles", default="2x2", help="rows x columns")
     parser.add_argument("--out", type=Path, default=Path("runs/decoded.pt"), help="the picture of plain PyTorch")
     options = parser.parse_args()
-    vae, latent = autoencoder(), torch.randn(1, 4, options.latent, options.latent)
+    vae, latent = autoencoder(options.channels), torch.randn(1, 4, options.latent, options.latent)
     if options.way == "tiling":
         vae.enable_tiling()
     if options.way == "tiles":
