@@ -221,12 +221,12 @@ class StoredPicture:
         """
         with blaming(self.path):
             stored = self._stored.read(*space)
-            values = finite(self.path, unit_values(stored), gaps=True)
+            values = unit_values(stored)
             if self._no_data is not None:
                 values = np.where(stored == self._no_data, np.float32(np.nan), _unit(values))
             if self._inside is not None:
                 values = np.where(self._inside.read(*space)[..., None], _unit(values), np.float32(np.nan))
-            return values
+            return finite(self.path, values, gaps=True)
 
     def require(self, channels: int, depth: str | None, noun: str) -> None:
         """Raise BadImage if other pictures of this kind have other channels, or another depth."""
@@ -298,7 +298,7 @@ def open_stored_picture(path: Path, bands: Sequence[int] = ()) -> StoredPicture:
         wide = head[:4] == _PNG and head[-1] == 16
         with PIL.Image.open(path) as image:
             transparent = "transparency" in image.info
-            if image.mode not in _CHANNELS or transparent:
+            if image.mode not in _CHANNELS or transparent or (image.mode.startswith("I") and not wide):
                 told = f"has pixels of {image.mode}{' with transparency' * transparent}"
                 raise BadImage(path, f"{told}: expected 1 channel (grey) or 3 (RGB), of 8 or 16 bits")
             count = _CHANNELS[image.mode]

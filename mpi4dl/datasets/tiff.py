@@ -427,6 +427,8 @@ def _elsewhere(path: Path, page: Any, index: int | None = None) -> Samples:
 class _Tiff:
     """Its pages are one with all colours, or one of each colour."""
 
+    no_data: float | None = None  # the value of pixels that have none
+
     def __init__(self, path: Path, pages: Sequence[Any], ome: str | None) -> None:
         self._path, self._pages = path, pages
         first = pages[0]
@@ -491,14 +493,13 @@ class _Tiff:
 
     def _tile(self, descriptor: int, down: int, across: int, rows: slice) -> npt.NDArray[Any] | None:
         """The samples (rows, columns, samples) of rows of a tile, or None where the file leaves it out as empty."""
-        planes = []
-        for page, plane in self._read:
-            index = (plane * self._tiles_down + down) * self._tiles_across + across
-            samples = self._segment(descriptor, page, index, rows)
-            if samples is None:
-                return None
-            planes.append(samples)
-        return planes[0] if len(planes) == 1 else np.concatenate(planes, axis=2)
+        place, tiles = down * self._tiles_across + across, self._tiles_down * self._tiles_across
+        planes = [self._segment(descriptor, page, plane * tiles + place, rows) for page, plane in self._read]
+        there = next((each for each in planes if each is not None), None)
+        if there is None:
+            return None
+        found = [np.full_like(there, self.no_data or 0) if each is None else each for each in planes]
+        return found[0] if len(found) == 1 else np.concatenate(found, axis=2)
 
     def _segment(self, descriptor: int, page: Any, index: int, rows: slice) -> npt.NDArray[Any] | None:
         offset, num_bytes, row_bytes = page.dataoffsets[index], page.databytecounts[index], prod(self._row_shape)
@@ -560,11 +561,15 @@ class _Values(_Tiff):
 
 def _no_data(page: Any) -> float | None:
     """The value of pixels that have none, by the tag of GDAL; None if no pixel can have it."""
+    text = str(page.tags.valueof(GDAL_NODATA, "")).strip(" \0")
     try:
-        value = float(str(page.tags.valueof(GDAL_NODATA, "")).strip(" \0"))
+        value = float(text)
+        if page.dtype.kind == "f":  # writers round the least number of 32 bits, or say that of 64
+            with np.errstate(over="ignore"):
+                return float(page.dtype.type(text))
     except ValueError:
         return None
-    limits: Any = np.finfo(page.dtype) if page.dtype.kind == "f" else np.iinfo(page.dtype)
+    limits = np.iinfo(page.dtype)
     return value if limits.min <= value <= limits.max else None
 
 

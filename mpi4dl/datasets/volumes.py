@@ -177,7 +177,9 @@ def _open_stack(path: Path) -> Opened:
         if file.is_ome and series.kind != "ome" and " FileName=" in file.ome_metadata:
             raise BadImage(path, "has pages in other files, which are not read: write the volume to one file")
         channel = next((series.axes.index(axis) for axis in "CS" if axis in series.axes and len(shape) > AXES), None)
-        if (len(shape) == AXES and "S" in series.axes) or (len(shape) > AXES and "T" in series.axes):
+        # Where nobody named the axes, tifffile writes a stack as channels of ImageJ.
+        wrong = {"T"} if len(shape) > AXES else {"S"} if file.is_imagej else {*"CS"}
+        if wrong & {*series.axes}:
             raise BadImage(path, f"has axes {series.axes}, {shape}: expected depth, rows and columns, and channels")
         if offset is not None:
             mapped = np.memmap(path, np.dtype(dtype).newbyteorder(file.byteorder), "r", offset, shape)

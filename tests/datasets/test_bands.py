@@ -121,6 +121,8 @@ def test_pixels_outside_the_mask_in_a_file(tmp_path: Path, dtype: str, bands: in
         ("uint8", "0", True),
         ("int16", "-9999", True),
         ("float32", "-3.4028234663852886e+38", True),
+        ("float32", "-3.40282346639e+38", True),  # as older software rounds it
+        ("float32", "-inf", True),
         ("float32", "nan", False),
         ("uint16", "-9999", False),
         ("uint16", "none", False),
@@ -142,6 +144,23 @@ def test_pixels_without_data(tmp_path: Path, dtype: str, tag: str, none: bool) -
     seen = np.moveaxis(view.tile(image, Interval(0, HEIGHT), Interval(0, WIDTH)), 0, -1)
     assert not seen[marked].any()
     assert np.allclose(seen[~marked], (unit[~marked] - 0.25) / 0.5)
+
+
+@pytest.mark.parametrize("tag", [None, "7", "nan"])
+def test_a_tile_that_one_band_leaves_out(tmp_path: Path, tag: str | None) -> None:
+    """GDAL writes no tile of a band that is all 0, or without data, and those of other bands at its place."""
+    values = raster("float32", 3)
+    path = write(tmp_path / "a.tif", values, planar=True, no_data=tag, photometric="rgb", **TILED)
+    with tifffile.TiffFile(path, mode="r+b") as file:
+        (first, *_, last), tags = range(18), file.pages[0].tags
+        counts = [0 if number in (first, last) else each for number, each in enumerate(tags[325].value)]
+        tags[325].overwrite(counts)
+    values[:16, :32, 0] = values[32:, 32:, 2] = 0 if tag is None else np.nan
+    read = open_stored_picture(path).read(Interval(0, HEIGHT), Interval(0, WIDTH))
+    assert np.array_equal(read, values, equal_nan=True)
+    if tag is None:
+        pixels = open_image(path).read(Interval(0, HEIGHT), Interval(0, WIDTH))
+        assert np.array_equal(pixels, np.rint(255.0 * values))
 
 
 def classes(root: Path, *rasters: tuple[Raster, dict[str, Any]], last: int = 12) -> Path:

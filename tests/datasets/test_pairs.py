@@ -69,6 +69,12 @@ def test_other_channels_are_refused(tmp_path: Path, mode: str, said: str) -> Non
         open_stored_picture(path)
 
 
+def test_a_picture_of_16_bits_with_the_ending_of_another_is_refused(tmp_path: Path) -> None:
+    PIL.Image.fromarray(picture("uint16", 1)).save(tmp_path / "a.png", format="JPEG2000")
+    with pytest.raises(BadImage, match="has pixels of I;16"):
+        open_stored_picture(tmp_path / "a.png")
+
+
 @pytest.mark.parametrize("view", [
     View((16, 20), "crop", Augmentation(flip_rows=True, flip_cols=True), mean=(0, 0, 0), std=(1, 1, 1)),
     View((40, 40), "crop", Augmentation(flip_cols=True, turns=4), mean=(0, 0, 0), std=(1, 1, 1)),

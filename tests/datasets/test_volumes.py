@@ -250,6 +250,11 @@ BAD: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         lambda path: tifffile.imwrite(path, np.zeros((3, 9, 8, 7), np.uint8), metadata={"axes": "TZYX"}),
         "has axes TZYX",
     ),
+    "channels of one slice": (
+        ".ome.tif",
+        lambda path: tifffile.imwrite(path, np.zeros((5, 8, 7), np.uint8), metadata={"axes": "CYX"}),
+        "has axes CYX",
+    ),
     "a colour picture": (
         ".tif",
         lambda path: tifffile.imwrite(path, np.zeros((9, 8, 3), np.uint8), photometric="rgb"),

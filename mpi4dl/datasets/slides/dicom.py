@@ -187,4 +187,7 @@ def checked(path: Path) -> Path:
         frames = sum(each.frames for each in {each.part: each for each in parts}.values())
         if frames < tiles and not any(each.sparse for each in parts):
             raise BadImage(path, f"has {frames} of {tiles} tiles of its {level}: {remedy}")
+        if frames > tiles:  # of which OpenSlide shows the first ones
+            told = f"has {frames} tiles in its {level}, which has room for {tiles}"
+            raise BadImage(path, f"{told}: write each of its optical paths or depths to a series of its own")
     return _main(levels).path

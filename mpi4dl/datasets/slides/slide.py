@@ -45,7 +45,8 @@ Corner = tuple[int, int]  # row and column of a slide at its resolution
 Place = TypeVar("Place", float, npt.NDArray[np.float64])
 
 _MICROMETRES = {"m": 1e6, "cm": 1e4, "mm": 1e3, "µm": 1.0, "\u03bcm": 1.0, "um": 1.0, "nm": 1e-3, "inch": 25400.0}
-_INCH, _CENTIMETRE = 2, 3  # of the TIFF tag ResolutionUnit
+_MICROMETRES |= {"micron": 1.0, "microns": 1.0, r"\u00B5m": 1.0}  # as ImageJ writes them
+_UNITS = {2: "inch", 3: "cm"}  # of the TIFF tag ResolutionUnit
 APERIO = ".svs"  # which tifffile reads, too
 
 
@@ -332,8 +333,9 @@ def _described(page: "tiff.PageFacts") -> tuple[float | None, tuple[float, float
         said = re.search(r"\bAppMag\s*=\s*([0-9.]+)", page.description)
         power = _number(said[1]) if said else None
     tagged, of_tags = None, (1.0, 1.0)
-    if page.resolution and page.resolution_unit in (_INCH, _CENTIMETRE):
-        unit = _MICROMETRES["inch" if page.resolution_unit == _INCH else "cm"]
+    imagej = re.match(r"ImageJ=.*?^unit=([^\n]+)", page.description, re.DOTALL | re.MULTILINE)  # goes before the tag
+    unit = _MICROMETRES.get(imagej[1] if imagej else _UNITS.get(page.resolution_unit, ""))
+    if page.resolution and unit:
         tagged, of_tags = _square(unit / page.resolution[0], unit / page.resolution[1])
     if mpp is None:
         return tagged, of_tags, power, None

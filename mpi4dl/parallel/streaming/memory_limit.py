@@ -33,7 +33,7 @@ from mpi4dl.parallel.streaming.leading_part import (
 )
 from mpi4dl.parallel.streaming.margins import CannotStream, PartProfile, dry_run_of_tile, meta_input, profile_part
 from mpi4dl.parallel.streaming.norms import RunningNorms
-from mpi4dl.parallel.streaming.stream import TOUCHED_BYTES
+from mpi4dl.parallel.streaming.stream import TOUCHED_BYTES, gradients_of
 from mpi4dl.parallel.streaming.stream_tiles import InputSpec, StreamTiles
 
 # Memory and time of streaming on a rank: a dry run of one tile of each segment, forward and backward, on meta tensors.
@@ -242,12 +242,13 @@ def _segment(
     statistics: AbstractContextManager[Any] = nullcontext()
     if norms != "exact":
         statistics = RunningNorms().for_tile(record=norms == "running")
-    leaves = [each for each in (*local, *part.parameters()) if each.requires_grad]
+    leaves, parameters = ([each for each in some if each.requires_grad] for some in (local, [*part.parameters()]))
 
     def backward(outputs: Any) -> None:
         roots = [owned(y) if isinstance(y, SpatialTensor) else y for y in outputs if y.requires_grad]
-        if roots and leaves:
-            torch.autograd.grad(roots, leaves, [torch.empty_like(root) for root in roots], allow_unused=True)
+        if roots and (leaves or parameters):
+            of_roots = [torch.empty_like(root) for root in roots]
+            gradients_of(roots, of_roots, leaves, parameters, lambda number, gradient: None)
 
     with statistics:
         found = dry_run(grid, lambda: part(*values), backward)

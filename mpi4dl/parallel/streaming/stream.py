@@ -220,11 +220,9 @@ class Streaming:
         """The gradients of the inputs that are tensors, and of the parameters, summed over the tiles of this rank."""
         sums: list[Tensor | None] = [None] * len(self._parameters)
 
-        def collect(i: int, weight: int, gradient: Tensor) -> Tensor | None:
-            """Add the gradient of parameter i, of which autograd, that would keep it for all others, holds no more."""
+        def collect(i: int, gradient: Tensor, weight: int) -> None:
             known = sums[i]  # a copy at first: two parameters may get one tensor
             sums[i] = gradient.clone() if known is None else known.add_(gradient, alpha=weight)
-            return None if gradient.is_sparse else gradient.new_zeros(()).expand_as(gradient)
 
         def differentiate(values: Sequence[Tensor], outputs: Sequence[Tensor], zero_weight: int = 0) -> None:
             """Add the gradients of a tile. `zero_weight` > 0: add them so many times, for an output gradient of 0."""
@@ -246,11 +244,9 @@ class Streaming:
                 return
             wanted = [(x, value) for x, value in zip(self._inputs, values, strict=True) if value.requires_grad]
             leaves = [value.local if isinstance(value, SpatialTensor) else value for _, value in wanted]
-            with ExitStack() as hooks:
-                for i, p in enumerate(self._parameters):
-                    hooks.callback(p.register_hook(partial(collect, i, zero_weight or 1)).remove)
-                found = torch.autograd.grad(roots, [*leaves, *self._parameters], of_roots, allow_unused=True)
-            for (x, value), gradient in zip(wanted, found, strict=False):
+            take = partial(collect, weight=zero_weight or 1)
+            found = gradients_of(roots, of_roots, leaves, self._parameters, take)
+            for (x, value), gradient in zip(wanted, found, strict=True):
                 if gradient is not None:
                     x.add(value, gradient)
 
@@ -434,6 +430,27 @@ class Streaming:
         if errors:
             raise errors[0]
         return {tile: own for of_rank, _ in of_ranks for tile, own in of_rank.items()}
+
+
+def gradients_of(
+    roots: Sequence[Tensor],
+    of_roots: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    take: Callable[[int, Tensor], None],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of `leaves`. `take` gets the number and gradient of each parameter as soon as it is there, so that
+    autograd, which would keep all to the end, holds none of them.
+    """
+
+    def each(i: int, gradient: Tensor) -> Tensor | None:
+        take(i, gradient)
+        return None if gradient.is_sparse else gradient.new_zeros(()).expand_as(gradient)
+
+    with ExitStack() as hooks:
+        for i, p in enumerate(parameters):
+            hooks.callback(p.register_hook(partial(each, i)).remove)
+        return torch.autograd.grad(roots, [*leaves, *parameters], of_roots, allow_unused=True)[: len(leaves)]
 
 
 class _TileResult(NamedTuple):

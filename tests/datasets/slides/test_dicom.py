@@ -136,6 +136,10 @@ def fewer_frames(paths: list[Path]) -> None:
     series(paths[0].parent, levels()[:1], NumberOfFrames=20)
 
 
+def more_frames(paths: list[Path]) -> None:
+    series(paths[0].parent, levels()[:1], NumberOfFrames=96, NumberOfOpticalPaths=2)
+
+
 def of_parts(paths: list[Path]) -> None:
     series(paths[0].parent, levels()[:1], parts=3)[1].unlink()
 
@@ -169,6 +173,7 @@ def two(paths: list[Path]) -> None:
         (cut, r"cannot be decoded"),
         (garbled, r"1_1_0\.dcm: is no DICOM file.*restore or remove it"),
         (fewer_frames, r"20 of 48 tiles of its level of 384 x 512 px: a file is missing.*copy all"),
+        (more_frames, r"has 96 tiles in its level of 384 x 512 px, which has room for 48: write each of its optical"),
         (of_parts, r"lacks 1 file of 3 of its level of 384 x 512 px"),
         (another_kind, r"no whole-slide image"),
         (another_syntax, r"OpenSlide.*1\.2\.840\.10008\.1\.2\.5.*uncompressed or as JPEG"),

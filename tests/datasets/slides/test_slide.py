@@ -289,6 +289,11 @@ def test_a_slide_without_a_resolution_is_named_with_what_to_say(tmp_path: Path) 
     # 72 or 300 pixels an inch are those of a screen or a printer.
     tifffile.imwrite(tmp_path / "b.tif", np.zeros((64, 64, 3), np.uint8), resolution=(300, 300), resolutionunit=2)
     assert open_slide(tmp_path / "b.tif").mpp is None
+    # ImageJ names the unit in its description.
+    for unit, microns in (("micron", 1), (r"\u00B5m", 1), ("um", 1), ("nm", 1e-3), ("cm", 1e4), ("pixel", None)):
+        pixels, per_unit = np.zeros((64, 64, 3), np.uint8), (microns or 1) / 0.5
+        tifffile.imwrite(tmp_path / "c.tif", pixels, imagej=True, resolution=(per_unit,) * 2, metadata={"unit": unit})
+        assert open_slide(tmp_path / "c.tif").mpp == (microns and pytest.approx(0.5, rel=1e-5))
 
 
 @pytest.mark.parametrize(
