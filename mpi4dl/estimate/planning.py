@@ -23,7 +23,7 @@ from mpi4dl.estimate.plan_estimate import Estimator, PlanEstimate
 from mpi4dl.estimate.plan_options import OnMachine, Searched
 from mpi4dl.estimate.scaling import draw_scaling, numbers_of_ranks, scaling_lines, scaling_points
 from mpi4dl.estimate.search import candidates, degrees_of, ranked, search
-from mpi4dl.estimate.summary import PlanSummary
+from mpi4dl.estimate.summary import PlanSummary, count_work, told_of
 from mpi4dl.estimate.workload import Workload
 from mpi4dl.options.build import options_of_plan
 from mpi4dl.options.declare import ConfigError
@@ -115,15 +115,21 @@ class Candidates(NamedTuple):
 
 @contextmanager
 def searching(work: Workload, asked: Searched, profiler: Profiler, tell: Tell) -> Iterator[Candidates]:
-    """Search in here, on this machine or another one, as a rank would compute. Raises ValueError."""
+    """Search in here, on this machine or another one, as a rank would compute.
+
+    Raises ValueError, also for what a training by any plan would refuse, as `planned`.
+    """
     machine, num_ranks = profiler.machine, require_ranks(asked, profiler)
     profiler = replace(profiler, small=profiler.small or machine is not None or num_ranks > FEW)
     limit, ranks_per_node = asked.memory, asked.ranks_per_node
     if machine is not None:
         limit, ranks_per_node = limit or machine.memory, ranks_per_node or machine.ranks_per_node
+    work.require_schedule(work.num_batches)
     tell("building the model", 0, 0)
     with as_a_rank(work.parallel, num_ranks) as device:
         found = work.estimator(None, device, profiler)
+        with told_of(work.name, found.cuttable.model, found.image):
+            count_work(found.cuttable, [len(found.cuttable)], found.image, work.require_form)
         yield Candidates(work, found, num_ranks, ranks_per_node, float("inf") if limit is None else limit)
 
 
