@@ -251,8 +251,8 @@ def hits(comm: "Communicator", asked: CommandLine[HitsConfig]) -> None:
     from mpi4dl._wording import counted
     from mpi4dl.comm import Refusal
     from mpi4dl.datasets.base import DatasetError, printable
-    from mpi4dl.viewer.hits import Hit, csv_of, hit_of
     from mpi4dl.options.sources import named_columns
+    from mpi4dl.viewer.hits import Hit, csv_of, hit_of
     from mpi4dl.viewer.results import read_results
 
     results, chosen, columns = None, asked.config.annotated, asked.config.columns

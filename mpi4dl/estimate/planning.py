@@ -31,6 +31,7 @@ from mpi4dl.options.models import without_rules
 from mpi4dl.options.sections.parallel import Parallel
 from mpi4dl.parallel.costs.cost_model import Profiler
 from mpi4dl.parallel.costs.store import Store, machine
+from mpi4dl.parallel.pipeline.split import unfit
 from mpi4dl.parallel.plan import Plan
 
 FEW = 64  # ranks of this machine, up to which each shape of tile is looked at as it is
@@ -110,6 +111,10 @@ class Candidates(NamedTuple):
         for each in candidates(num_ranks, len(found.cuttable), image, degrees, kept, accumulate):
             with suppress(ConfigError):  # images of their own sizes share no microbatch
                 plans.append(work.plan(**options_of_plan(each, accumulate)))
+        # Batch norm of few pixels may not take a single sample.
+        one = (1, *found.image[1:])
+        alone = unfit(found.cuttable.model, one) is None
+        plans = [each for each in plans if alone or each.microbatch(image) != one]
         return [each for each in plans if not work.compares_samples or each.num_microbatches_of_all == 1]
 
 

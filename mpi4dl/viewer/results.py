@@ -222,9 +222,7 @@ class _Place:
         path = self.root / name
         return path if self._named or leads_to(path, self._homes) or not os.path.lexists(path) else None
 
-    def _read(
-        self, source: Path, columns: Mapping[str, str], labels: Sequence[str] | None, remarks: list[str]
-    ) -> None:
+    def _read(self, source: Path, columns: Mapping[str, str], labels: Sequence[str] | None, remarks: list[str]) -> None:
         folder = None if source.is_dir() else self.root
         columns, labels = ({}, None) if source.is_dir() else (columns, labels)
         try:

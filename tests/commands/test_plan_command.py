@@ -247,6 +247,16 @@ def test_the_search_names_plans_that_can_be_started(capsys: pytest.CaptureFixtur
     assert {"--replicas 2", "--tiles 1x2", "--stages 2"} <= {flag for flag in FOUND for one in commands if flag in one}
 
 
+def test_the_search_names_no_plan_whose_microbatch_batch_norm_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    """A microbatch of a single sample, whose last images are of one pixel."""
+    machine = Path(ROOT) / "examples" / "machines" / "lassen.toml"
+    small = ["--model", "small_resnet", "--image-size", "32", "--batch-size", "2", "--machine", str(machine)]
+    main(["--ranks", "2", *small])
+    commands = [line for line in capsys.readouterr().out.splitlines() if " mpirun -n 2 " in line]
+    assert any("--tiles 1x2" in command for command in commands)
+    assert not any("--microbatches 2" in command for command in commands)
+
+
 def test_the_search_names_plans_for_images_of_their_own_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     """A microbatch has one of them."""
     main(["--search", "--ranks", "2", *TINY, "--fit", "own", "--batch-size", "2"])
