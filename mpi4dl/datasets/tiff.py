@@ -301,9 +301,13 @@ def _pages_of_slide(path: Path, file: Any) -> tuple[Sequence[Any], int]:
     # The largest: a thumbnail or a label may come first, and say nothing.
     shown = (page for page in file.pages if not _is_beside(page))
     page = max(shown, key=lambda page: _pixels_of(page.keyframe), default=first)
-    if page is first or _pixels_of(page) < _pixels_of(first):  # no label is larger than its slide
-        return _planes(path, file), 0
-    return [page], 0
+    # No label is larger than its slide.
+    pages = _planes(path, file) if page is first or _pixels_of(page) < _pixels_of(first) else [page]
+    size = pages[0].imagelength, pages[0].imagewidth
+    alike = [each for each in file.pages if (each.keyframe.imagelength, each.keyframe.imagewidth) == size]
+    if len(alike) > len(pages) and not any(map(_is_beside, alike)):
+        raise BadImage(path, f"has {len(alike)} pages of {size[1]} x {size[0]} px: write each to a file of its own")
+    return pages, 0
 
 
 def _scanner(file: Any) -> str | None:
@@ -339,10 +343,11 @@ def _kind(page: Any) -> int:
 def _shows_the_same(finer: Image, coarser: Image) -> bool:
     """Whether two images have about the same colours at the same places, which are not all blank."""
     told: list[float] = []
+    spot_px = min(SPOT_PX, max(1, min(coarser.size) // (2 * SPOTS)))  # so that they do not overlap
     for spot in product(range(1, 2 * SPOTS, 2), repeat=2):
         colours = []
         for image in (coarser, finer):
-            side = max(1, round(SPOT_PX * image.size[0] / coarser.size[0]))
+            side = max(1, round(spot_px * image.size[0] / coarser.size[0]))
             starts = (
                 min(max(0, size * at // (2 * SPOTS) - side // 2), size)
                 for size, at in zip(image.size, spot, strict=True)

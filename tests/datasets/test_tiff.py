@@ -89,6 +89,14 @@ def test_pages_of_channels_have_their_own_tables_of_jpeg(tmp_path):
     assert_boxes_equal(path, np.moveaxis(tifffile.imread(path), 0, -1))
 
 
+def test_two_pages_of_one_size_are_refused_however_they_are_stored(tmp_path):
+    with tifffile.TiffWriter(tmp_path / "a.tif") as file:
+        for options in (TILED, {"rowsperstrip": 17}):
+            file.write(noise_image(HEIGHT, WIDTH), photometric="rgb", metadata=None, **options)
+    with pytest.raises(BadImage, match=f"has 2 pages of {WIDTH} x {HEIGHT} px: write each to a file of its own"):
+        open_image(tmp_path / "a.tif")
+
+
 NOISE, GREY, CLEAR = (noise_image(HEIGHT, WIDTH, channels) for channels in (3, 1, 4))
 CLEAR[..., 3] = np.where(CLEAR[..., 3] > 128, 255, 0)
 PLANES, GREYS, COLOURS = NOISE.transpose(2, 0, 1), GREY.repeat(3, axis=2), noise_image(256, 3, 1)[..., 0]

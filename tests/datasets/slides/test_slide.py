@@ -194,6 +194,13 @@ def test_levels_in_subifds_are_read_of_their_own_pages(tmp_path: Path, compressi
         assert np.abs(read.astype(int) - expected).max() <= 4 * (compression == "jpegxr")
 
 
+def test_a_small_page_of_something_else_is_no_level(tmp_path: Path) -> None:
+    with tifffile.TiffWriter(tmp_path / "a.tif") as file:
+        file.write(picture((72, 72)), **TILED)
+        file.write(np.ascontiguousarray(picture((24, 24))[::-1, ::-1]), **TILED)
+    assert [level.downsample for level in open_slide(tmp_path / "a.tif").file.levels] == [1]
+
+
 def test_oblong_pixels_of_a_slide_that_was_stored_turned(tmp_path: Path) -> None:
     """Resolutions are those of rows and columns as they are stored."""
     turned: list[Any] = [(274, "H", 1, 6, True)]
