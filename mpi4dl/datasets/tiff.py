@@ -483,8 +483,11 @@ class _Tiff:
         """The value of missing pixels, and a function that makes pixels of samples (rows, columns, samples)."""
         try:
             return np.full(3, WHITE, np.uint8), colouring(self._pages[0], len(self._pages), ome)
-        except Unsupported:
-            raise
+        except Unsupported as error:
+            if self._pages[0].index == 0:  # which Pillow reads
+                raise
+            told = "has a smaller page before that of the picture, whose colours are neither grey nor RGB"
+            raise BadImage(self._path, f"{told}: convert it to RGB") from error
         except ValueError as error:
             raise BadImage(self._path, str(error)) from error
 

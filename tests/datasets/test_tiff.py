@@ -89,6 +89,15 @@ def test_pages_of_channels_have_their_own_tables_of_jpeg(tmp_path):
     assert_boxes_equal(path, np.moveaxis(tifffile.imread(path), 0, -1))
 
 
+def test_a_picture_of_other_colours_behind_a_smaller_page_is_refused(tmp_path):
+    pixels = noise_image(HEIGHT, WIDTH, 4)
+    with tifffile.TiffWriter(tmp_path / "a.tif") as file:
+        for page in (np.ascontiguousarray(pixels[::4, ::4]), pixels):
+            file.write(page, photometric="separated", metadata=None)
+    with pytest.raises(BadImage, match=r"a smaller page before that of the picture.*convert it to RGB"):
+        open_image(tmp_path / "a.tif")
+
+
 def test_two_pages_of_one_size_are_refused_however_they_are_stored(tmp_path):
     with tifffile.TiffWriter(tmp_path / "a.tif") as file:
         for options in (TILED, {"rowsperstrip": 17}):
