@@ -126,6 +126,7 @@ _STEPS = {
     7: (True, True, True),
     8: (True, True, False),
 }
+EXCHANGED = tuple(value for value, (exchanged, _, _) in _STEPS.items() if exchanged)
 
 
 def upright(image: Image, orientation: object) -> Image:

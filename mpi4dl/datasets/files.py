@@ -8,7 +8,6 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -126,12 +125,17 @@ def open_image(path: Path) -> Image:
         magic = file.read(4)
         if not magic:
             raise BadImage(path, "is empty (0 bytes)")
-        if path.suffix.lower() in SLIDE_SUFFIXES:
+        scanned = path.suffix.lower() in SLIDE_SUFFIXES
+        if magic in tiff.MAGIC and not scanned:
+            try:
+                return _checked(path, tiff.open_tiff(path))
+            except tiff.Scanned:
+                scanned = True
+            except Unsupported:
+                pass
+        if scanned:
             width, height = open_with_openslide(path)[0]["levels"][0]
             return _checked(path, OpenSlideLevel(path, 0, (height, width), 1.0))
-        if magic in tiff.MAGIC:
-            with suppress(Unsupported):
-                return _checked(path, tiff.open_tiff(path))
         return _checked(path, _open_picture(path, file))
 
 

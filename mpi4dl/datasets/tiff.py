@@ -24,7 +24,7 @@ import PIL.Image
 
 from mpi4dl._wording import counted
 from mpi4dl.datasets.base import BadImage, DatasetError, FunctionImage, Image, Pixels, blaming, package
-from mpi4dl.datasets.colour import TAG, WHITE, bytes_of, rgb_of, upright
+from mpi4dl.datasets.colour import EXCHANGED, TAG, WHITE, bytes_of, rgb_of, upright
 from mpi4dl.datasets.reader_process import ask, has_openslide, needs_openslide
 from mpi4dl.geometry import Interval, ceil_div
 
@@ -43,6 +43,10 @@ Samples = npt.NDArray[Any]
 
 class Unsupported(DatasetError):
     """The TIFF file is stored in a way that is left to Pillow, which decodes it whole."""
+
+
+class Scanned(BadImage):
+    """The TIFF file is one of those of scanners whose pixels only OpenSlide knows."""
 
 
 def colouring(page: Any, num_planes: int, ome: str | None) -> Callable[[Samples], Pixels]:
@@ -124,6 +128,7 @@ SCANNERS = ("philips", "bif", "scn")  # by tifffile's names
 TRESTLE = "MedScan"  # how the tag Software begins
 HAMAMATSU = 65420  # a tag
 APERIO_YCC = (33003, 33004)
+UNTRUE = ("bif", "trestle", "svs")  # of these also the finest level
 BESIDE = re.compile(r"\b(label|macro|thumbnail|overview)\b", re.IGNORECASE)
 MASK, MACRO = 4, 9  # of the tag NewSubfileType: a bit of TIFF 6.0, and what Aperio calls the overview
 # A page is compared with the next finer one at SPOTS x SPOTS spots. JPEG and other resampling change less than that.
@@ -198,6 +203,10 @@ def chosen_bands(path: Path, bands: Sequence[int], count: int) -> list[int]:
 def _opened_as(kind: "Callable[..., _Tiff]", path: Path) -> "tuple[Image, Any, Image | None]":
     """The image upright, as it is stored, and the mask that the file has of it, if there is one."""
     with opened(path) as file:
+        scanner = _scanner(file)
+        if scanner in UNTRUE:
+            told = f"is a scanner's TIFF ({scanner}), whose tiles overlap or whose colours are no RGB"
+            raise Scanned(path, f"{told}: convert it to RGB")
         _check_segments(path, file.pages[0])
         _check_directories(path, file)
         pages, _ = _pages_of_slide(path, file)
@@ -247,7 +256,7 @@ def open_levels(path: Path) -> tuple[tuple[Image, ...], PageFacts]:
     """
     with opened(path) as file:
         _check_directories(path, file)
-        scanner = next(filter(None, map(_scanner, list(file.pages)[:2])), None)
+        scanner = _scanner(file)
         if scanner is not None and not has_openslide():
             raise needs_openslide(path, f"a scanner's TIFF ({scanner})")
         pages, number = _pages_of_slide(path, file)
@@ -270,7 +279,8 @@ def open_levels(path: Path) -> tuple[tuple[Image, ...], PageFacts]:
                 smaller, has_mask = image([page])
                 if has_mask == masked and (page in inner or _shows_the_same(levels[-1], smaller)):
                     levels.append(smaller)
-        across, down = (_ratio(first.tags.valueof(name)) for name in ("XResolution", "YResolution"))
+        sides = (_ratio(first.tags.valueof(name)) for name in ("XResolution", "YResolution"))
+        across, down = [*sides][:: -1 if tag in EXCHANGED else 1]
         return tuple(levels), PageFacts(
             file.ome_metadata or "",
             number,
@@ -291,20 +301,28 @@ def _pages_of_slide(path: Path, file: Any) -> tuple[Sequence[Any], int]:
     # The largest: a thumbnail or a label may come first, and say nothing.
     shown = (page for page in file.pages if not _is_beside(page))
     page = max(shown, key=lambda page: _pixels_of(page.keyframe), default=first)
-    if page is first or _pixels_of(page) < _pixels_of(first):  # no label is larger than its slide
-        return _planes(path, file), 0
-    return [page], 0
+    # No label is larger than its slide.
+    pages = _planes(path, file) if page is first or _pixels_of(page) < _pixels_of(first) else [page]
+    size = pages[0].imagelength, pages[0].imagewidth
+    alike = [each for each in file.pages if (each.keyframe.imagelength, each.keyframe.imagewidth) == size]
+    if len(alike) > len(pages) and not any(map(_is_beside, alike)):
+        raise BadImage(path, f"has {len(alike)} pages of {size[1]} x {size[0]} px: write each to a file of its own")
+    return pages, 0
 
 
-def _scanner(page: Any) -> str | None:
-    """The scanner's format of a page that only OpenSlide reads truly; None for others."""
-    if page.software.startswith(TRESTLE):
-        return "trestle"
-    if HAMAMATSU in page.tags:
-        return "hamamatsu"
-    if page.is_svs and int(page.compression) in APERIO_YCC:
-        return "svs"
-    return next((name for name in SCANNERS if getattr(page, f"is_{name}")), None)
+def _scanner(file: Any) -> str | None:
+    """The scanner's format of a file whose pages only OpenSlide knows; None for others."""
+    for page in file.pages[:2]:
+        if page.software.startswith(TRESTLE):
+            return "trestle"
+        if HAMAMATSU in page.tags:
+            return "hamamatsu"
+        if page.is_svs and int(page.compression) in APERIO_YCC:
+            return "svs"
+        named = next((name for name in SCANNERS if getattr(page, f"is_{name}")), None)
+        if named is not None:
+            return named
+    return None
 
 
 def _is_beside(page: Any) -> bool:
@@ -325,10 +343,11 @@ def _kind(page: Any) -> int:
 def _shows_the_same(finer: Image, coarser: Image) -> bool:
     """Whether two images have about the same colours at the same places, which are not all blank."""
     told: list[float] = []
+    spot_px = min(SPOT_PX, max(1, min(coarser.size) // (2 * SPOTS)))  # so that they do not overlap
     for spot in product(range(1, 2 * SPOTS, 2), repeat=2):
         colours = []
         for image in (coarser, finer):
-            side = max(1, round(SPOT_PX * image.size[0] / coarser.size[0]))
+            side = max(1, round(spot_px * image.size[0] / coarser.size[0]))
             starts = (
                 min(max(0, size * at // (2 * SPOTS) - side // 2), size)
                 for size, at in zip(image.size, spot, strict=True)
@@ -433,7 +452,7 @@ class _Tiff:
         self._path, self._pages = path, pages
         first = pages[0]
         # Both are looked up in the file when first used, and it is closed by then.
-        self._decode, self._jpegtables = first.decode, first.jpegtables
+        self._decode, self._jpegtables = first.decode, {page.index: page.jpegtables for page in pages}
         self._elsewhere, self._pictures = (int(first.compression) in kinds for kinds in (UNMEASURED, PICTURES))
         self.blank, self._colour = self._meaning(ome)
         height, width = self.size = first.imagelength, first.imagewidth
@@ -464,8 +483,11 @@ class _Tiff:
         """The value of missing pixels, and a function that makes pixels of samples (rows, columns, samples)."""
         try:
             return np.full(3, WHITE, np.uint8), colouring(self._pages[0], len(self._pages), ome)
-        except Unsupported:
-            raise
+        except Unsupported as error:
+            if self._pages[0].index == 0:  # which Pillow reads
+                raise
+            told = "has a smaller page before that of the picture, whose colours are neither grey nor RGB"
+            raise BadImage(self._path, f"{told}: convert it to RGB") from error
         except ValueError as error:
             raise BadImage(self._path, str(error)) from error
 
@@ -516,7 +538,7 @@ class _Tiff:
         if self._elsewhere or (self._pictures and not _is_measured(self._path, index, data, self._sides)):
             return _elsewhere(self._path, page, index)[0, rows]
         with blaming(self._path, f"tile {index} cannot be decoded"):
-            return self._decode(data, index, jpegtables=self._jpegtables)[0][0, rows]
+            return self._decode(data, index, jpegtables=self._jpegtables[page.index])[0][0, rows]
 
 
 class _Indices(_Tiff):

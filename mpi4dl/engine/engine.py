@@ -21,7 +21,7 @@ from mpi4dl.comm.allreduce import pick
 from mpi4dl.engine.precision import AUTOCAST, MAX_SKIPPED, LossScaler, lower_precision
 from mpi4dl.engine.runner import BatchFeed, Given, Loss, Runner, Tiles
 from mpi4dl.parallel.inputs import Microbatch, Sizes
-from mpi4dl.parallel.pipeline.decisions import Buffers
+from mpi4dl.parallel.pipeline.decisions import Buffers, hidden_tensors
 from mpi4dl.parallel.pipeline.executor import UNLIKE_DRAWS, Executor
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.replicas import GradientHook, ReadShard, ReplicaGroup, ReplicaGroups, Shard, Stepping, trainable
@@ -32,6 +32,7 @@ from mpi4dl.parallel.replicas.optimizer_traits import (
     backward_hook_in,
     modules_of,
     problem_with,
+    problem_with_memory,
     problem_with_unit,
     step_unit,
 )
@@ -217,6 +218,11 @@ class Engine(Runner):
             which = "tensor" if plan.tensor > 1 else "experts"
             parts = f"{which}({getattr(plan, which)})" if plan.cuts_parameters else None
             problem = problem_with_unit(self.optimizer, unit, turns, parts)
+        if problem is None and plan.zero > 0:
+            others = [(f"the buffer {name.split('.', 2)[-1]}", buffer) for name, buffer in stages.named_buffers()]
+            hidden = (x for module in stages.modules_of.values() for x in hidden_tensors(module))
+            others += [(f"a tensor {tuple(x.shape)} that the model has in an attribute", x) for x in hidden]
+            problem = problem_with_memory(dict(trainable(named.items(), self.optimizer)), others)
         return problem
 
     def step(

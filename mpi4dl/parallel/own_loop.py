@@ -15,8 +15,8 @@ import operator
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
+from contextlib import nullcontext
 from itertools import count
 from math import isqrt, prod
 from types import GeneratorType
@@ -36,7 +36,7 @@ from mpi4dl.comm.exchange import functions_behind, linear, running_forward
 from mpi4dl.geometry import SPACE, GridShape
 from mpi4dl.parallel.inputs import tensors_within
 from mpi4dl.parallel.replicas.buckets import is_expanded
-from mpi4dl.parallel.replicas.optimizer_traits import backward_hook_in, modules_of
+from mpi4dl.parallel.replicas.optimizer_traits import backward_hook_in, modules_of, set_aside
 from mpi4dl.parallel.replicas.parameter_sums import (
     ForwardPass,
     GradientBuckets,
@@ -887,7 +887,7 @@ class Tiles:
         parameters = list(dict.fromkeys([*known, *(p for p in leaves if isinstance(p, nn.Parameter))]))
         self._is_in_backward = True
         try:
-            with _set_aside(parameters):
+            with set_aside(parameters):
                 (loss / self.grid.size).backward(retain_graph=retain_graph)
                 parts = [p.grad for p in parameters]
         finally:
@@ -897,29 +897,6 @@ class Tiles:
         there = [(p, whole) for p, whole in zip(parameters, wholes, strict=True) if whole is not None]
         # As if all of backward had ended here: autograd calls hooks and accumulates.
         torch.autograd.backward([p for p, _ in there], [whole for _, whole in there])
-
-
-@contextmanager
-def _set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Within this context parameters have no gradients and no hooks on them."""
-    gradients = [p.grad for p in parameters]
-    hooks = [
-        (each, dict(each))
-        for p in parameters
-        for each in (p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None))
-        if each
-    ]
-    for p in parameters:
-        p.grad = None
-    for each, _ in hooks:
-        each.clear()
-    try:
-        yield
-    finally:
-        for each, known in hooks:
-            each.update(known)
-        for p, gradient in zip(parameters, gradients, strict=True):
-            p.grad = gradient
 
 
 def tiles(*counts: int, data: int = 1, comm: Communicator | None = None) -> Tiles:

@@ -10,6 +10,7 @@ from functools import partial
 import imagecodecs
 import numpy as np
 import PIL.Image
+import PIL.TiffImagePlugin
 import pytest
 import tifffile
 
@@ -71,6 +72,38 @@ def test_jpeg_tiles(tmp_path):
     path = write(tmp_path / "a.tif", pixels, **TILED, compression="jpeg", compressionargs={"level": 95})
     assert_boxes_equal(path, tifffile.imread(path))
     assert np.abs(open_image(path).read(*whole(HEIGHT, WIDTH)).astype(int) - pixels).mean() < 2
+
+
+def test_pages_of_channels_have_their_own_tables_of_jpeg(tmp_path):
+    pixels, path = smooth_image(HEIGHT, WIDTH), tmp_path / "a.ome.tif"
+    told = (
+        '<OME xmlns="http://www.openmicroscopy.org/Schemas/OME/2016-06"><Image ID="Image:0"><Pixels ID="Pixels:0" '
+        f'DimensionOrder="XYCZT" Type="uint8" SizeX="{WIDTH}" SizeY="{HEIGHT}" SizeC="3" SizeZ="1" SizeT="1">'
+        "<TiffData/></Pixels></Image></OME>"
+    )
+    with PIL.TiffImagePlugin.AppendingTiffWriter(str(path), True) as file:
+        for channel, quality in enumerate((95, 30, 60)):
+            page = PIL.Image.fromarray(pixels[..., channel])
+            page.save(file, format="TIFF", compression="jpeg", quality=quality, tiffinfo={270: told})
+            file.newFrame()
+    assert_boxes_equal(path, np.moveaxis(tifffile.imread(path), 0, -1))
+
+
+def test_a_picture_of_other_colours_behind_a_smaller_page_is_refused(tmp_path):
+    pixels = noise_image(HEIGHT, WIDTH, 4)
+    with tifffile.TiffWriter(tmp_path / "a.tif") as file:
+        for page in (np.ascontiguousarray(pixels[::4, ::4]), pixels):
+            file.write(page, photometric="separated", metadata=None)
+    with pytest.raises(BadImage, match=r"a smaller page before that of the picture.*convert it to RGB"):
+        open_image(tmp_path / "a.tif")
+
+
+def test_two_pages_of_one_size_are_refused_however_they_are_stored(tmp_path):
+    with tifffile.TiffWriter(tmp_path / "a.tif") as file:
+        for options in (TILED, {"rowsperstrip": 17}):
+            file.write(noise_image(HEIGHT, WIDTH), photometric="rgb", metadata=None, **options)
+    with pytest.raises(BadImage, match=f"has 2 pages of {WIDTH} x {HEIGHT} px: write each to a file of its own"):
+        open_image(tmp_path / "a.tif")
 
 
 NOISE, GREY, CLEAR = (noise_image(HEIGHT, WIDTH, channels) for channels in (3, 1, 4))

@@ -170,6 +170,33 @@ def test_hooks_on_parameters_see_whole_gradients(ranks: Ranks, plan: Plan) -> No
     check(ranks, Task(Hooking, (13, 10)), plan)
 
 
+@pytest.mark.parametrize("zero", [0, 3])
+@on_ranks(2)
+def test_gradients_that_somebody_keeps_stay_as_they_are(comm: Communicator, zero: int) -> None:
+    """Those that a hook got before they were clipped, and those that parameters had after a step."""
+    (model, optimizer), (plain, _) = build(SKIPPING), build(SKIPPING)
+    seen, kept, copies = list[Tensor](), list[Tensor](), list[Tensor]()
+    for p in model.parameters():
+        p.register_hook(seen.append)
+    plan = Plan(data=2, zero=zero)
+    engine = Engine(model, plan, optimizer, F.cross_entropy, comm=comm, clip_norm=1e-3, bucket_bytes=100)
+    places = []
+    for number in range(3):
+        images, targets = batch_of(SKIPPING, number)
+        engine.step(tiles_of(images, engine), targets, SKIPPING.size)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        kept += gradients[:1] + [gradient[:1] for gradient in gradients[-1:]]
+        copies += [gradient.clone() for gradient in kept[len(copies) :]]
+        places.append([gradient.data_ptr() for gradient in gradients[3:5]])
+        del gradients
+        if number == 0:
+            F.cross_entropy(plain(images), targets).backward()
+    wanted = [p.grad for p in plain.parameters()]
+    torch.testing.assert_close(seen[: len(wanted)], wanted, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(kept, copies, rtol=0, atol=0)
+    assert places[0] == places[1] == places[2]  # others are in the same memory
+
+
 @on_ranks(2)
 def test_ranks_must_have_the_same_hooks_on_parameters(comm: Communicator) -> None:
     """What a step says if one rank has a hook that the other has not, and the steps made then without it."""

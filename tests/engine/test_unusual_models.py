@@ -102,6 +102,16 @@ def overlapping() -> nn.Module:
     return model
 
 
+def aliased(buffer: bool) -> nn.Module:
+    """With another tensor in the memory of a parameter, which follows its steps in plain PyTorch."""
+    model, weight = net(), "first.weight"
+    if buffer:
+        model.register_buffer("alias", model.get_parameter(weight).data[1:])
+    else:
+        model.get_submodule("first").alias = [model.get_parameter(weight).detach()]
+    return model
+
+
 class Remembering(Net):
     """With something in its state that is no tensor."""
 
@@ -130,6 +140,8 @@ def clipping(model: nn.Module) -> optim.Optimizer:
 Refused = tuple[Callable[[], nn.Module], Callable[[nn.Module], optim.Optimizer], int, str]
 REFUSED: dict[str, Refused] = {
     "again and first.weight are different parameters in the same memory": (overlapping, sgd, 0, "mean"),
+    "the buffer alias is in the memory of first.weight": (partial(aliased, True), sgd, 1, "mean"),
+    "a tensor (4, 3, 3, 3) that the model has": (partial(aliased, False), sgd, 3, "mean"),
     "_extra_state of the model is no tensor": (Remembering, sgd, 0, "mean"),
     "1.weight of the model has no shape yet": (lazy, sgd, 0, "mean"),
     "Clipping may step by all parameters together, but ZeRO": (net, clipping, 1, "mean"),

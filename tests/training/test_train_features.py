@@ -22,7 +22,7 @@ from mpi4dl._torchvision import import_torchvision
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.base import BadImage
 from mpi4dl.datasets.slides.dataset import SlideOptions
-from mpi4dl.datasets.slides.features import FeatureFolder
+from mpi4dl.datasets.slides.features import FeatureFolder, open_bag
 from mpi4dl.embed import embed
 from mpi4dl.evaluate import evaluate
 from mpi4dl.inference.embedding import Embedding, Encoder
@@ -530,3 +530,12 @@ def test_the_resolution_of_features_is_that_of_their_attributes_or_unknown(
     except BadImage as error:
         said = [str(error)]
     assert (words is None and not said) or (words is not None and words in said[0])
+
+
+def test_patches_without_attributes_are_as_large_as_their_usual_step(tmp_path: Path) -> None:
+    """CLAM begins a grid at each piece of tissue, and writes no attributes."""
+    grid = np.stack(np.meshgrid(np.arange(4) * 512, np.arange(3) * 512), -1).reshape(-1, 2)
+    with h5py.File(tmp_path / "s.h5", "w") as file:
+        file["coords"] = np.random.default_rng(0).permutation(np.concatenate([grid, np.add(grid[:-3], (2051, 7))]))
+        file["features"] = np.zeros((21, WIDTH), np.float32)
+    assert open_bag(tmp_path / "s.h5").side == 512

@@ -187,9 +187,11 @@ def open_bag(path: Path) -> Bag:
     places = places.astype(np.int64)
     attributes = coords["attributes"]
     side = _positive(attributes.get("patch_size_level0"))
-    if side is None:  # the least distance of two patches
-        steps = [np.diff(np.unique(axis)) for axis in places.T]
-        side = float(min((step.min() for step in steps if len(step)), default=1))
+    if side is None:  # the least usual step along rows and columns; CLAM begins a grid at each piece of tissue
+        steps = [np.diff(places[np.lexsort((places[:, axis], places[:, 1 - axis]))], axis=0) for axis in (0, 1)]
+        along = [each[(each[:, 1 - axis] == 0) & (each[:, axis] > 0), axis] for axis, each in enumerate(steps)]
+        found_steps, counts = np.unique(np.concatenate(along), return_counts=True)
+        side = float(found_steps[8 * counts >= counts.max()][0]) if len(counts) else 1.0
     return Bag(path, size, channels, places, side, settings, attributes)
 
 

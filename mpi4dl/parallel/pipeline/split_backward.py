@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from mpi4dl.comm.exchange import LocalFunction
+from mpi4dl.parallel.replicas.reducer import Reducer
 from mpi4dl.parallel.spatial.rules.convolution import ConvolutionOptions, convolve, gradients
 from mpi4dl.parallel.spatial.rules.windows import Later, Windowed, WithHalo, cast
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
@@ -59,9 +60,9 @@ class WeightGradients:
 
     The queue of gradients of weight and bias of convolutions, transposed ones too, and of `F.linear`, on tiles too,
     where weight and bias are parameters themselves. All others have their gradients after backward, as in plain
-    PyTorch: other operators, weights that are computed from parameters, images without a batch, layers under a
-    checkpoint or another hook on saved tensors, and those that a function of PyTorch calls inside, such as
-    `F.multi_head_attention_forward`. Queued gradients cannot be differentiated twice.
+    PyTorch: other operators, weights that are computed from parameters or have hooks on their gradients, images
+    without a batch, layers under a checkpoint or another hook on saved tensors, and those that a function of PyTorch
+    calls inside, such as `F.multi_head_attention_forward`. Queued gradients cannot be differentiated twice.
 
     Between backward and `compute()` it holds the inputs of these layers, which the graph saved before, the gradients
     of their outputs, and under autocast the weights as they were cast. None of them may be overwritten meanwhile.
@@ -77,7 +78,7 @@ class WeightGradients:
     def compute(self) -> None:
         """Add what waits to the parameters' gradients, and let go of it.
 
-        Parameters come in the order of backward. The hooks of each run once, however often the stage used it.
+        Parameters come in the order of backward, each once, however often the stage used it.
 
         Raises:
             RuntimeError: an input or a gradient was overwritten since backward.
@@ -165,7 +166,11 @@ def _parameters(
     """A layer's weight and bias, if their gradients can wait; otherwise None for the weight."""
     own = isinstance(weight, nn.Parameter) and weight.requires_grad and weight.is_leaf and weight.is_floating_point()
     own_bias = bias is None or not bias.requires_grad or (isinstance(bias, nn.Parameter) and bias.is_leaf)
-    return (weight, bias) if own and own_bias and weight.numel() and input.numel() else (None, None)
+    if not (own and own_bias and weight.numel() and input.numel()):
+        return None, None
+    # Hooks wait for the sum with the gradients of other operators, which do not wait.
+    hooked = any(isinstance(p, nn.Parameter) and Reducer.has_other_hooks(p) for p in (weight, bias))
+    return (None, None) if hooked else (weight, bias)
 
 
 class Layer(NamedTuple):

@@ -156,7 +156,7 @@ class Gatherer:
         if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_meta:
             return value
         number = self._addresses.get(value.untyped_storage().data_ptr())
-        if number is None or value.dtype is not self._parts[number].dtype:
+        if number is None or value.dtype is not self._parts[number].dtype or value.is_conj() or value.is_neg():
             return value
         return number, value.size(), value.stride(), value.storage_offset()
 

@@ -64,6 +64,7 @@ def defer_hooks(parameter: nn.Parameter, reducer: Reducer) -> bool:
 def call_hooks(name: str, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
     """The whole gradient after the hooks. Raises Refusal if they change the parameter, or leave no gradient."""
     kept, version = parameter.grad, parameter._version
+    gradient = gradient.clone()  # which a hook may keep: the bucket is scaled, and used again
     for hooks, _, hook in _hooks_of(parameter):
         if hooks is parameter._backward_hooks:
             result = hook(gradient)

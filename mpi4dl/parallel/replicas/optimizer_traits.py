@@ -1,12 +1,13 @@
 """Traits of an optimizer and its hooks: how it steps, and why it cannot train a model as it is."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Literal, get_args
 
-from torch import nn, optim
+import torch
+from torch import Tensor, nn, optim
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
@@ -225,12 +226,56 @@ def backward_hook_in(module: nn.Module, num_ranks: int) -> str | None:
 
 def _overlap(parameters: Mapping[str, nn.Parameter]) -> tuple[str, str] | None:
     """The names of two parameters that have elements in the same place."""
-    found = [(p.data_ptr(), name, p) for name, p in parameters.items() if p.numel() and p.data_ptr()]
-    found.sort(key=lambda each: each[:2])
+    found = sorted((*_extent(p), name) for name, p in parameters.items() if p.numel() and p.data_ptr())
     end, last = 0, ""
-    for start, name, p in found:
+    for start, stop, name in found:
         if start < end:
             return last, name
-        extent = sum(stride * (size - 1) for stride, size in zip(p.stride(), p.shape, strict=True)) + 1
-        end, last = start + extent * p.element_size(), name
+        end, last = stop, name
     return None
+
+
+def _extent(x: Tensor) -> tuple[int, int]:
+    """Where the elements of x begin and end."""
+    extent = sum(stride * (size - 1) for stride, size in zip(x.stride(), x.shape, strict=True)) + 1
+    return x.data_ptr(), x.data_ptr() + extent * x.element_size()
+
+
+def problem_with_memory(parameters: Mapping[str, nn.Parameter], others: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Why these parameters cannot be moved in memory: other tensors, by what they are, would stay there; or None."""
+    own = {id(p) for p in parameters.values()}
+    found = [(*_extent(p), name) for name, p in parameters.items() if p.numel() and p.data_ptr()]
+    for what, x in others:
+        if id(x) in own or x.layout is not torch.strided or not x.numel() or not x.data_ptr():
+            continue
+        begin, end = _extent(x)
+        for start, stop, name in found:
+            if begin < stop and start < end:
+                return (
+                    f"{what} is in the memory of {name}, which ZeRO moves, so that it would not follow the steps any "
+                    f"more: compute it from {name} in each forward, or train with ZeRO 0"
+                )
+    return None
+
+
+@contextmanager
+def set_aside(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Within this context parameters have no gradients and no hooks on them."""
+    gradients = [p.grad for p in parameters]
+    hooks = [
+        (each, dict(each))
+        for p in parameters
+        for each in (p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None))
+        if each
+    ]
+    for p in parameters:
+        p.grad = None
+    for each, _ in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, known in hooks:
+            each.update(known)
+        for p, gradient in zip(parameters, gradients, strict=True):
+            p.grad = gradient

@@ -241,6 +241,8 @@ class ForwardPass:
             self._sums, self._uses = {}, {}  # autograd has them
 
     def use(self, p: Tensor) -> Tensor:
+        if id(p) not in self._sums and not isinstance(p, nn.Parameter):
+            return p  # which functional_call has put in its place
         if id(p) not in self._sums:
             raise RuntimeError(
                 f"a parameter of shape {tuple(p.shape)} is used with a gradient in a forward pass that began without "

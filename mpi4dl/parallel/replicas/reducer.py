@@ -11,6 +11,7 @@ ZeRO 2    the same, and keeps only that part     reduce-scatter in every pass; a
                                                  until its parts are with their owners
 """
 
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -192,8 +193,9 @@ class Reducer(GradientSums):
         """Forget the gradients of the step before."""
         for p in self.parameters:
             p.grad = None
-        self._spare = {} if self.zero > 1 else self._spare | self._flat
-        self._flat, self._filled, self._late, self._owned = {}, {}, {}, {}
+        known, self._flat, self._filled, self._late, self._owned = self._flat, {}, {}, {}, {}
+        if self.zero < 2:
+            self._spare |= {number: flat for number, flat in known.items() if not _is_held(flat, self._views[number])}
         self.used = [False] * len(self.parameters)
         self.collecting = True
         if not accumulate:
@@ -372,6 +374,13 @@ class Reducer(GradientSums):
                     view.copy_(by(segment.member, view))
             if self.zero:
                 owned.copy_(flat[self.layout.own(number)])
+
+
+def _is_held(flat: Tensor, views: Sequence[Tensor]) -> bool:
+    """Whether somebody else keeps memory of these views, or one of them, such as a gradient of the step before."""
+    *counts, of_one = (sys.getrefcount(x) for x in (*views, object()))
+    uses = torch._C._storage_Use_Count(flat.untyped_storage()._cdata)  # as in torch/_inductor/cudagraph_trees.py
+    return max(counts) > of_one + 1 or uses > len(views) + 2
 
 
 def _tell(reducer: "weakref.ref[Reducer]", i: int, parameter: Tensor) -> None:

@@ -26,6 +26,7 @@ from mpi4dl.comm.streams import carried
 from mpi4dl.datasets import DatasetError
 from mpi4dl.parallel.disk import ON_DEVICE, Keep, NoRoom, let_go
 from mpi4dl.parallel.pipeline.decisions import Buffers, ForwardState, watches_of
+from mpi4dl.parallel.replicas.optimizer_traits import set_aside
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import retile
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, local_part, owned, wrap
@@ -440,14 +441,14 @@ def gradients_of(
     take: Callable[[int, Tensor], None],
 ) -> tuple[Tensor | None, ...]:
     """The gradients of `leaves`. `take` gets the number and gradient of each parameter as soon as it is there, so that
-    autograd, which would keep all to the end, holds none of them.
+    autograd, which would keep all to the end, holds none of them. Users' hooks on parameters wait for the sum.
     """
 
     def each(i: int, gradient: Tensor) -> Tensor | None:
         take(i, gradient)
         return None if gradient.is_sparse else gradient.new_zeros(()).expand_as(gradient)
 
-    with ExitStack() as hooks:
+    with set_aside(parameters), ExitStack() as hooks:
         for i, p in enumerate(parameters):
             hooks.callback(p.register_hook(partial(each, i)).remove)
         return torch.autograd.grad(roots, [*leaves, *parameters], of_roots, allow_unused=True)[: len(leaves)]

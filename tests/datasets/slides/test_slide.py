@@ -95,6 +95,8 @@ def test_slides_are_read_as_scanners_lay_them_out(name: str, tmp_path: Path) -> 
     found = open_slide(path)
     assert (found.size, found.mpp, found.file.vendor) == (layout.size, pytest.approx(MPP), layout.vendor)
     assert [level.downsample for level in found.file.levels][:3] == pytest.approx([1.0, 2.0, 4.0])
+    as_picture = open_image(path).read(*(Interval(0, side) for side in layout.size))
+    assert np.abs(as_picture.astype(int) - levels[0]).max() <= layout.tolerance
     true = SlideFile(path, tuple(Level(WholeImage(level), 2.0**number) for number, level in enumerate(levels)), MPP)
     for mpp in (0.5, 0.8, 2.0, 5.0):
         resolution = Resolution(mpp=mpp)
@@ -190,6 +192,22 @@ def test_levels_in_subifds_are_read_of_their_own_pages(tmp_path: Path, compressi
     for level, expected in zip(found, levels, strict=True):
         read = level.image.read(*(Interval(0, side) for side in level.image.size))
         assert np.abs(read.astype(int) - expected).max() <= 4 * (compression == "jpegxr")
+
+
+def test_a_small_page_of_something_else_is_no_level(tmp_path: Path) -> None:
+    with tifffile.TiffWriter(tmp_path / "a.tif") as file:
+        file.write(picture((72, 72)), **TILED)
+        file.write(np.ascontiguousarray(picture((24, 24))[::-1, ::-1]), **TILED)
+    assert [level.downsample for level in open_slide(tmp_path / "a.tif").file.levels] == [1]
+
+
+def test_oblong_pixels_of_a_slide_that_was_stored_turned(tmp_path: Path) -> None:
+    """Resolutions are those of rows and columns as they are stored."""
+    turned: list[Any] = [(274, "H", 1, 6, True)]
+    told: dict[str, Any] = {"resolution": (1e4 / MPP, 1e4 / (2 * MPP)), "resolutionunit": 3, "extratags": turned}
+    tifffile.imwrite(tmp_path / "a.tif", picture((100, 120)), photometric="rgb", **told)
+    found = open_slide(tmp_path / "a.tif")
+    assert (found.file.size, found.size, found.file.aspect) == ((120, 100), (60, 100), pytest.approx((2, 1)))
 
 
 @pytest.mark.parametrize("ending", [".tif", ".ome.tif"])

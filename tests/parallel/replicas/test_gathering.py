@@ -106,7 +106,9 @@ class _KeptAside(torch.autograd.Function):
 
 
 class Odd(nn.Module):
-    """Parameters that are tied, alone, empty, used in a loop, as views, in a checkpoint, and in a custom function."""
+    """Parameters that are tied, alone, empty, used in a loop, as views, conjugated, in a checkpoint, and in a custom
+    function.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,13 +118,14 @@ class Odd(nn.Module):
         self.empties = nn.ParameterList([torch.empty(0), torch.ones(9), torch.empty(3, 0), torch.ones(9)])
         self.aside = nn.Parameter(torch.randn(4, 4))
         self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.waves = nn.Parameter(torch.randn(2, 4, dtype=torch.complex128))
         self.block = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         view = self.first.weight[:3]
         for _ in range(2):
             x = torch.tanh(self.second(self.first(x))) * self.scale + self.frozen
-        x = _KeptAside.apply(x, self.aside)
+        x = _KeptAside.apply(x, self.aside) + (self.waves[0].conj() * self.waves[1]).abs()
         x = checkpoint(self.block, x, use_reentrant=False)
         return F.linear(x * self.one, view) + sum(p.sum() for p in self.empties)
 

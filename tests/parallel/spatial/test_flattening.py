@@ -118,6 +118,8 @@ WHOLE: dict[str, Function] = {
     "classifier": lambda x: F.linear(x.flatten(1), torch.linspace(0, 1, 4 * H * W * 2, dtype=x.dtype).view(2, -1)),
     "sort": lambda x: tokens(x).sort(1).values,
     "softmax of tokens": lambda x: tokens(x).softmax(1).contiguous()[:, 3:7],
+    "group norm": lambda x: F.group_norm(tokens(x).mT, 2) * F.group_norm(x.flatten(2), 4, x.new_ones(4) * 2),
+    "group norm behind a token": lambda x: F.group_norm(torch.cat([x.new_ones(3, 4, 1), x.flatten(2)], 2), 2),
     "no rule for flat dims": lambda x: tokens(x).cumsum(1),
     "largest": lambda x: tokens(x).amax(1),
     "factored attention": lambda x: F.linear(

@@ -46,6 +46,7 @@ class Case:
     batch: int = 2
     recompute: bool = False
     norm: bool = False
+    hooked: bool = False
 
 
 class Summed(nn.Conv2d):
@@ -89,7 +90,11 @@ def build(case: Case) -> PatchModel:
         )
         features = headless(encoder, 7)
     norm = nn.BatchNorm1d(features, affine=False) if case.norm else None
-    return PatchModel(encoder, AGGREGATORS[case.aggregator](features, CLASSES), case.patch, case.min_tissue, 0.5, norm)
+    aggregator = AGGREGATORS[case.aggregator](features, CLASSES)
+    model = PatchModel(encoder, aggregator, case.patch, case.min_tissue, 0.5, norm).double()
+    for p in model.parameters() if case.hooked else ():
+        p.register_hook(lambda gradient: torch.tanh(30 * gradient))
+    return model
 
 
 def batch_of(case: Case, number: int) -> tuple[Tensor, Tensor]:
@@ -103,7 +108,7 @@ def batch_of(case: Case, number: int) -> tuple[Tensor, Tensor]:
 
 
 def plain(case: Case) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], float]:
-    model = build(case).double()
+    model = build(case)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     torch.manual_seed(7)
@@ -128,7 +133,7 @@ def plain(case: Case) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]
 
 def train(comm: Communicator, case: Case) -> Any:
     torch.manual_seed(0)
-    model = build(case).double()
+    model = build(case)
     stream_patches(model, case.options)
     held = LocalStages.whole(model, case.plan, comm, stream=case.options)
     optimizer = torch.optim.SGD(held.parameters(), lr=0.1)
@@ -146,7 +151,7 @@ def train(comm: Communicator, case: Case) -> Any:
 
 
 def progress_of(comm: Communicator, case: Case) -> list[str]:
-    model = build(case).double()
+    model = build(case)
     stream_patches(model, case.options)
     held = LocalStages.whole(model, case.plan, comm, stream=case.options)
     engine = Engine(held, case.plan, torch.optim.SGD(held.parameters(), lr=0.1), F.cross_entropy, comm=comm)
@@ -236,6 +241,7 @@ CASES = {
     "ways and microbatches": replace(SMALL, plan=Plan(((1, 1),), (2,), microbatches=2), batch=4),
     "fewer patches than ranks": replace(SMALL, plan=Plan(((1, 4),)), patch=64, batch=1),
     "ViT": replace(SMALL, encoder="vit", patch=32),
+    "hooks on parameters": replace(SMALL, plan=Plan(), hooked=True),
     "features normalized, replicas": replace(SMALL, norm=True, plan=Plan(((1, 2),), data=2), batch=4),
 }
 

@@ -16,8 +16,9 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from mpi4dl.comm.exchange import BACKWARD_TAG, CHANNELS_LAST, FORWARD_TAG, Exchange, LocalFunction, once_differentiable
 from mpi4dl.comm.packing import Piece
 from mpi4dl.geometry import BATCH, Tiling, widest
+from mpi4dl.parallel.spatial.flattening import close_dims, open_dims, opened
 from mpi4dl.parallel.spatial.grid import Layout
-from mpi4dl.parallel.spatial.halo import gather
+from mpi4dl.parallel.spatial.halo import gather, gather_axes
 from mpi4dl.parallel.spatial.halo_prefetch import HaloPrefetch, Source
 from mpi4dl.parallel.spatial.rules.convolution import as_own, of_channels, own_channels
 from mpi4dl.parallel.spatial.rules.norm_kernels import (
@@ -34,7 +35,7 @@ from mpi4dl.parallel.spatial.rules.norm_kernels import (
 from mpi4dl.parallel.spatial.rules.resampling import channels_last
 from mpi4dl.parallel.spatial.rules.windows import in_plain_dtype
 from mpi4dl.parallel.spatial.sums import shared, with_all_features
-from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, substitutes, wrap
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, local_part, refusal, register, substitutes, wrap
 
 # Normalization by the mean and the variance of pixels that several ranks share out.
 #
@@ -314,7 +315,7 @@ def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Ten
     return (y if bias is None else y + bias).to(dtype)
 
 
-@register(F.group_norm, torch.group_norm)
+@register(F.group_norm, torch.group_norm, flat=True)
 def group_norm(
     input: SpatialTensor,
     num_groups: int,
@@ -324,6 +325,13 @@ def group_norm(
     *_: Any,
 ) -> Tensor:
     """Statistics over the channels of a group and the whole image, for each sample."""
+    layout = input.layout
+    if any(flat.copies or flat.dim < 2 for flat in layout.flat):
+        return F.group_norm(gather_axes(input, ()), num_groups, weight, bias, eps)
+    if layout.flat:  # the tokens of an image are an image again
+        image = SpatialTensor(open_dims(input.local, layout, layout.held), opened(layout))
+        found = local_part(group_norm(image, num_groups, weight, bias, eps))
+        return input.like(close_dims(found, layout, layout.held))
     if shared(input, 1):
         return _group_norm_of_own(input, num_groups, weight, bias, eps)
     if input.layout.has_whole_samples:
