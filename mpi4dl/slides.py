@@ -259,8 +259,8 @@ def hits(comm: "Communicator", asked: CommandLine[HitsConfig]) -> None:
     with comm.together((ValueError, OSError)):
         if comm.rank == 0:
             table, folder = (None if each is None else Path(each) for each in (chosen.slides, chosen.slides_folder))
-            named = named_columns(columns), columns.label_columns
-            results = read_results(Path(asked.source), table, folder, chosen.assume_mpp, *named)
+            of_table = named_columns(columns), columns.label_columns
+            results = read_results(Path(asked.source), table, folder, chosen.assume_mpp, *of_table)
     results = comm.broadcast_object(results)
     slides = [each for each in results.slides if each.annotation is not None]
     for remark in results.remarks if comm.rank == 0 else ():
