@@ -51,7 +51,7 @@ class Scanned(BadImage):
 
 def colouring(page: Any, num_planes: int, ome: str | None) -> Callable[[Samples], Pixels]:
     """A function that makes RGB bytes of samples (h, w, n) of a page, of which `num_planes` like it are the colours, or
-    just 1. `ome` is the file's OME-XML.
+    just 1. `ome` is what OME-XML says of it.
 
     White is the largest sample that the file declares, or that of its type: of unsigned integers the largest of
     BitsPerSample bits, or MaxSampleValue or OME's SignificantBits if they say of fewer bits; of floating point
@@ -209,8 +209,8 @@ def _opened_as(kind: "Callable[..., _Tiff]", path: Path) -> "tuple[Image, Any, I
             raise Scanned(path, f"{told}: convert it to RGB")
         _check_segments(path, file.pages[0])
         _check_directories(path, file)
-        pages, _ = _pages_of_slide(path, file)
-        stored, tag = kind(path, pages, file.ome_metadata), pages[0].tags.valueof(TAG)
+        pages, number = _pages_of_slide(path, file)
+        stored, tag = kind(path, pages, _pixels_in(file.ome_metadata, number)), pages[0].tags.valueof(TAG)
         mask = _mask_of(path, file, stored)
         return upright(stored, tag), stored, upright(mask, tag) if mask else None
 
@@ -265,7 +265,7 @@ def open_levels(path: Path) -> tuple[tuple[Image, ...], PageFacts]:
 
         def image(pages: Sequence[Any]) -> tuple[Image, bool]:
             _check_segments(path, pages[0])
-            stored = _Tiff(path, pages, file.ome_metadata)
+            stored = _Tiff(path, pages, _pixels_in(file.ome_metadata, number))
             mask = _mask_of(path, file, stored)
             return upright(_on_white(stored, mask) if mask else stored, tag), mask is not None
 
@@ -308,6 +308,11 @@ def _pages_of_slide(path: Path, file: Any) -> tuple[Sequence[Any], int]:
     if len(alike) > len(pages) and not any(map(_is_beside, alike)):
         raise BadImage(path, f"has {len(alike)} pages of {size[1]} x {size[0]} px: write each to a file of its own")
     return pages, 0
+
+
+def _pixels_in(ome: str | None, number: int) -> str:
+    """What OME-XML says of the pixels of one of its images; nothing without it."""
+    return "".join(re.split(r"<(?:\w+:)?Pixels\b", ome or "")[number + 1 : number + 2])
 
 
 def _scanner(file: Any) -> str | None:

@@ -261,6 +261,10 @@ def test_significant_bits_of_ome(tmp_path):
     tifffile.imwrite(tmp_path / "a.ome.tif", pixels, photometric="minisblack", ome=True, metadata=metadata)
     found = open_image(tmp_path / "a.ome.tif").read(*whole(HEIGHT, WIDTH))
     assert np.abs(found.astype(int) - GREY).max() <= 1
+    with tifffile.TiffWriter(tmp_path / "b.ome.tif", ome=True) as file:
+        file.write(noise_image(9, 8), photometric="rgb", metadata={"Name": "macro", "SignificantBits": 8})
+        file.write(pixels, photometric="minisblack", metadata={**metadata, "Name": "slide"})
+    assert np.array_equal(open_image(tmp_path / "b.ome.tif").read(*whole(HEIGHT, WIDTH)), found)
 
 
 @pytest.mark.skipif(not hasattr(imagecodecs, "CCITTFAX4"), reason="this imagecodecs reads no faxes")
