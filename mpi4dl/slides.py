@@ -16,6 +16,7 @@ if runs(__name__):
     failure.arm()  # before anything else that may fail on one rank alone
 
 from mpi4dl._wording import aligned
+from mpi4dl.inference.options import LabelledColumns
 from mpi4dl.options.command import Command, CommandLine, command, refuse_together
 from mpi4dl.options.config import Slides
 from mpi4dl.options.declare import ConfigError, asked_topic, like, nearest, option
@@ -108,6 +109,7 @@ class TissueConfig:
 @dataclass(frozen=True)
 class HitsConfig:
     annotated: Annotated = field(default_factory=Annotated)
+    columns: LabelledColumns = field(default_factory=LabelledColumns)
 
 
 @dataclass(frozen=True)
@@ -249,18 +251,20 @@ def hits(comm: "Communicator", asked: CommandLine[HitsConfig]) -> None:
     from mpi4dl._wording import counted
     from mpi4dl.comm import Refusal
     from mpi4dl.datasets.base import DatasetError, printable
+    from mpi4dl.options.sources import named_columns
     from mpi4dl.viewer.hits import Hit, csv_of, hit_of
     from mpi4dl.viewer.results import read_results
 
-    results, chosen = None, asked.config.annotated
+    results, chosen, columns = None, asked.config.annotated, asked.config.columns
     with comm.together((ValueError, OSError)):
         if comm.rank == 0:
             table, folder = (None if each is None else Path(each) for each in (chosen.slides, chosen.slides_folder))
-            results = read_results(Path(asked.source), table, folder, chosen.assume_mpp)
+            of_table = named_columns(columns), columns.label_columns
+            results = read_results(Path(asked.source), table, folder, chosen.assume_mpp, *of_table)
     results = comm.broadcast_object(results)
     slides = [each for each in results.slides if each.annotation is not None]
     for remark in results.remarks if comm.rank == 0 else ():
-        print(remark)
+        print(asked.spell(remark))
     mine: list[Hit] = []
     there: set[str] = set()  # classes of regions that do not count
 

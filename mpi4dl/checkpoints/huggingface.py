@@ -144,10 +144,15 @@ class Checkpoint:
 
     @property
     def files(self) -> list[Path]:
-        """The files of weights."""
-        path = self.folder / INDEX
+        """The files of weights. Raises ValueError, OSError."""
+        path, whole = self.folder / INDEX, self.folder / WHOLE
         if not path.is_file():
-            return [self.folder / WHOLE]
+            if not whole.exists():
+                raise ValueError(
+                    f"{whole} is missing: write it with AutoModelForCausalLM.from_pretrained(FOLDER)"
+                    ".save_pretrained(FOLDER) of transformers"
+                )
+            return [whole]
         names = _read(path).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
             raise ValueError(f"{path} has no weight_map, so transformers did not write it")

@@ -21,6 +21,7 @@ from mpi4dl.options.declare import ConfigError
 from mpi4dl.options.sections.parallel import Parallel
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.costs.cost_model import Profiler, flop_seconds
+from mpi4dl.parallel.costs.meter import needs_values
 from mpi4dl.parallel.costs.sites import planned_cuts
 from mpi4dl.parallel.costs.store import machine, versions
 from mpi4dl.parallel.cut import ChooseStream
@@ -76,7 +77,8 @@ def look_ahead(
 def require_rules(work: Workload, plan: Plan) -> None:
     """Raise ValueError if a model in one stage calls what has no rule, on tiles or a batch that ranks share.
 
-    A model in several stages is not looked at: which of its stages share what is known to their ranks.
+    A model in several stages is not looked at: which of its stages share what is known to their ranks. Nor is one any
+    further from where it looks at values, which there are not.
     """
     if plan.num_stages > 1 or plan.is_plain(0) or work.patch is not None:
         return
@@ -86,6 +88,9 @@ def require_rules(work: Workload, plan: Plan) -> None:
         spatial.require_rules(model, plan.microbatch(work.batch), plan.shape(0), partial(with_cuts, cutting=cuts))
     except (spatial.NoRule, ValueError) as problem:
         raise ValueError(f"`model` {work.name}: {problem}") from problem
+    except RuntimeError as error:
+        if not needs_values(error):
+            raise
 
 
 def explain(work: Workload, engine: Engine) -> Iterator[str]:
@@ -101,6 +106,10 @@ def explain(work: Workload, engine: Engine) -> Iterator[str]:
             yield str(spatial.explain(model, work.batch, stages.parts[0, 0].grid, as_held))
         except spatial.NoRule as problem:
             raise ValueError(f"`model` {work.name}: {problem}") from problem
+        except RuntimeError as error:
+            if not needs_values(error):
+                raise
+            yield "the messages of operators are not known before a step: the model looks at values of tensors"
         yield from (*found.sums(), *found.streaming(), *found.memory())
     elif patches is not None:
         yield from (*found.streaming(), *found.memory())

@@ -23,7 +23,7 @@ from mpi4dl.estimate.plan_estimate import Estimator, PlanEstimate
 from mpi4dl.estimate.plan_options import OnMachine, Searched
 from mpi4dl.estimate.scaling import draw_scaling, numbers_of_ranks, scaling_lines, scaling_points
 from mpi4dl.estimate.search import candidates, degrees_of, ranked, search
-from mpi4dl.estimate.summary import PlanSummary
+from mpi4dl.estimate.summary import PlanSummary, count_work, told_of
 from mpi4dl.estimate.workload import Workload
 from mpi4dl.options.build import options_of_plan
 from mpi4dl.options.declare import ConfigError
@@ -31,6 +31,7 @@ from mpi4dl.options.models import without_rules
 from mpi4dl.options.sections.parallel import Parallel
 from mpi4dl.parallel.costs.cost_model import Profiler
 from mpi4dl.parallel.costs.store import Store, machine
+from mpi4dl.parallel.pipeline.split import unfit
 from mpi4dl.parallel.plan import Plan
 
 FEW = 64  # ranks of this machine, up to which each shape of tile is looked at as it is
@@ -110,20 +111,30 @@ class Candidates(NamedTuple):
         for each in candidates(num_ranks, len(found.cuttable), image, degrees, kept, accumulate):
             with suppress(ConfigError):  # images of their own sizes share no microbatch
                 plans.append(work.plan(**options_of_plan(each, accumulate)))
+        # Batch norm of few pixels may not take a single sample.
+        one = (1, *found.image[1:])
+        alone = unfit(found.cuttable.model, one) is None
+        plans = [each for each in plans if alone or each.microbatch(image) != one]
         return [each for each in plans if not work.compares_samples or each.num_microbatches_of_all == 1]
 
 
 @contextmanager
 def searching(work: Workload, asked: Searched, profiler: Profiler, tell: Tell) -> Iterator[Candidates]:
-    """Search in here, on this machine or another one, as a rank would compute. Raises ValueError."""
+    """Search in here, on this machine or another one, as a rank would compute.
+
+    Raises ValueError, also for what a training by any plan would refuse, as `planned`.
+    """
     machine, num_ranks = profiler.machine, require_ranks(asked, profiler)
     profiler = replace(profiler, small=profiler.small or machine is not None or num_ranks > FEW)
     limit, ranks_per_node = asked.memory, asked.ranks_per_node
     if machine is not None:
         limit, ranks_per_node = limit or machine.memory, ranks_per_node or machine.ranks_per_node
+    work.require_schedule(work.num_batches)
     tell("building the model", 0, 0)
     with as_a_rank(work.parallel, num_ranks) as device:
         found = work.estimator(None, device, profiler)
+        with told_of(work.name, found.cuttable.model, found.image):
+            count_work(found.cuttable, [len(found.cuttable)], found.image, work.require_form)
         yield Candidates(work, found, num_ranks, ranks_per_node, float("inf") if limit is None else limit)
 
 

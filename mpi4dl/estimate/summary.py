@@ -1,10 +1,13 @@
 """The description of a training by a plan: data, messages and memory of each rank, and the timeline."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
+
+from torch import nn
 
 from mpi4dl._wording import aligned, counted, mebibytes, runs
 from mpi4dl.estimate.memory import PlanMemory
@@ -256,21 +259,28 @@ def overview(
     if problem := plan.problem(plan.num_ranks, space_of(image), image[0]):
         raise ValueError(problem)
     microbatch, model = plan.microbatch(image), units.model
-    try:
+    with told_of(name, model, microbatch):
         counts, costs = _cut(estimator, plan, balance)
         work = count_work(units, counts, microbatch, accept)
         needs = None if stream is None else estimator.streaming(plan, counts, stream)
+    assert costs is not None
+    step = estimator.step(plan, counts, costs, recompute, needs, exact=True)
+    time, num_parameters = step.time(plan), sum(p.numel() for p in model.parameters())
+    return PlanSummary(name, plan, image, num_parameters, work, step, time.costs, time, command)
+
+
+@contextmanager
+def told_of(name: str, model: nn.Module, image: tuple[int, ...]) -> Iterator[None]:
+    """Errors in here are ValueErrors that name the model: those that it has too, alone on samples of this shape."""
+    try:
+        yield
     except (RuntimeError, AssertionError) as error:
-        reason = unfit(model, microbatch)
+        reason = unfit(model, image)
         if reason is None:
             raise
         raise ValueError(f"{name}: {reason}") from error
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    assert costs is not None
-    step = estimator.step(plan, counts, costs, recompute, needs, exact=True)
-    time, num_parameters = step.time(plan), sum(p.numel() for p in model.parameters())
-    return PlanSummary(name, plan, image, num_parameters, work, step, time.costs, time, command)
 
 
 def count_work(

@@ -35,7 +35,7 @@ from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.comm.exchange import functions_behind, linear, running_forward
 from mpi4dl.geometry import SPACE, GridShape
 from mpi4dl.parallel.inputs import tensors_within
-from mpi4dl.parallel.replicas.buckets import is_expanded
+from mpi4dl.parallel.replicas.buckets import bits_of, is_expanded
 from mpi4dl.parallel.replicas.optimizer_traits import backward_hook_in, modules_of, set_aside
 from mpi4dl.parallel.replicas.parameter_sums import (
     ForwardPass,
@@ -806,21 +806,12 @@ def checksum(tensors: Sequence[Tensor]) -> int:
     found = 0
     for x in tensors:
         found = crc32(f"{tuple(x.shape)} {x.dtype}".encode(), found)
-        bits = _bits(x.detach())
+        bits = bits_of(outside(x.detach()))
         for dim in range(-min(2, bits.dim()), 0):  # sums are small, and a GPU takes them
             found = crc32(bits.sum(dim, dtype=torch.int64).cpu().numpy().tobytes(), found)
         if bits.dim() < 2:
             found = crc32(bits.clone().cpu().numpy().tobytes(), found)  # nobody could resize what NumPy has seen
     return found
-
-
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _bits(x: Tensor) -> Tensor:
-    x = outside(x).resolve_conj().resolve_neg()
-    x = torch.view_as_real(x) if x.is_complex() else x.to_dense() if x.layout is not torch.strided else x
-    return x.contiguous().view(INTEGERS[x.itemsize])
 
 
 # The same in three calls, without a wrapper: gradients are summed after the backward pass.

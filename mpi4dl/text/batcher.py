@@ -124,7 +124,7 @@ def probabilities(logits: Tensor, temperature: float, top_k: int = 0, top_p: flo
 # tokens    "na"  "\xc3"  "\xaf"  "ve"  "\n"  "\n"           stop: "\n\n"
 # text      "na"  ""      "ï"     "ve"  ""    (ends; "\n\n" is not part of it)
 
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how a tokenizer decodes a part of a character
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how a tokenizer decodes a part of a character, or each byte of it
 
 
 class TextStream:
@@ -149,11 +149,10 @@ class TextStream:
     def _take(self, text: str, last: bool) -> str:
         if self.stopped:
             return ""
-        whole = last or not text.endswith(UNFINISHED)
-        until = len(text) if whole else len(text) - 1
+        until = len(text if last else text.rstrip(UNFINISHED))
         self._held += text[self._shown : until]
         self._shown = until
-        if whole:
+        if until == len(text):
             self._undecoded, self._shown = [], 0
         found = [place for stop in self._stop if (place := self._held.find(stop)) >= 0]
         if found:

@@ -35,6 +35,7 @@ from mpi4dl.training.trained import ModelOptions
 Precision = Literal["fp32", "bf16", "int8", "int4"]
 GROUP = 32  # inputs that share a scale in 4 bits
 OUTPUTS = 16  # of which PyTorch takes multiples, in 4 bits
+INPUTS = 16  # the same in 8 bits: its kernels read as many at once, of the next row or of none if a row has fewer
 
 
 class QuantizedWeight(ReplacedWeight):
@@ -55,6 +56,7 @@ class QuantizedWeight(ReplacedWeight):
         weight = weight.detach().float()
         if bits == 8:
             numbers, scales = int8_of(weight)
+            numbers = F.pad(numbers, (0, -weight.shape[1] % INPUTS))
             return cls(weight.shape, bits, numbers, scales.bfloat16())
         grouped = weight.unflatten(1, (-1, GROUP))
         low, high = grouped.amin(2), grouped.amax(2)
@@ -96,7 +98,7 @@ class QuantizedExperts(ReplacedWeight):
 def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """x W' + b, for x of whatever number of rows, by blocks of 8."""
     rows = x.reshape(-1, x.shape[-1])
-    padded = F.pad(rows, (0, 0, 0, -len(rows) % ROWS_OF_PRODUCTS))
+    padded = F.pad(rows, (0, -rows.shape[1] % INPUTS, 0, -len(rows) % ROWS_OF_PRODUCTS))
     found = torch.cat([_product(block, weight) for block in padded.split(ROWS_OF_PRODUCTS)])
     found = found[: len(rows), : weight.shape[0]].reshape(*x.shape[:-1], weight.shape[0])
     return found if bias is None else found + bias

@@ -86,6 +86,11 @@ def _as_trained(config: Config, runs: Mapping[int, Path]) -> tuple[Config, set[i
         require_alike(path, settings_of(_of_fold(there, fold, path)), settings_of(framed))
         if (path / MODEL).is_file():
             done.add(fold)
+            if not (path / SAMPLES).is_file():
+                raise ConfigError(
+                    f"{path / SAMPLES} is missing, the samples of a finished fold: restore it, or remove {path} to "
+                    "train the fold again"
+                )
             kept, found = RunSamples.read(path / SAMPLES), RunSamples.of(samples.training, samples.validation)
             kept.require_unchanged(found)
             _refuse_new_samples(path, config, samples)

@@ -314,6 +314,7 @@ def with_samples(config: Config, tell: Tell = quietly) -> "Workload":
     source = source_of(config)
     num_batches = len(source.loaders(samples, lambda _: [], lambda _: [])[0])
     task = build_task(config, samples.training, source.number_of_classes(samples.training))
+    monitored(config, task, build_metrics(config, task))  # raises what a training would
     patches = patches_of_slides(source, samples.training, tell)
     return Workload(config, task.num_outputs, samples.channels, patches, num_batches)
 

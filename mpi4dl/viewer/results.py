@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mpi4dl._files import leads_to
@@ -29,6 +30,7 @@ from mpi4dl.results.names import IMAGES, PREDICTIONS
 from mpi4dl.results.runs import FolderResults, predictions_in
 from mpi4dl.results.slides import KEY
 
+NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
 GEOJSON, CLASS_MAP = ".geojson", ".ome.tif"
 LEAST_PROBABILITY = 1e-12
 LONGEST_PLACE = 200  # characters of a remark
@@ -84,7 +86,12 @@ class SlideResults:
 
 
 def read_results(
-    folder: Path, slides: Path | None = None, slides_folder: Path | None = None, mpp: float | None = None
+    folder: Path,
+    slides: Path | None = None,
+    slides_folder: Path | None = None,
+    mpp: float | None = None,
+    columns: Mapping[str, str] = NO_COLUMNS,
+    label_columns: Sequence[str] | None = None,
 ) -> SlideResults:
     """The results in a folder.
 
@@ -93,6 +100,7 @@ def read_results(
         slides: the table or folder of slides, if not the one recorded.
         slides_folder: where the slides of the table are, if not where they were.
         mpp: microns per pixel of slides that do not say them.
+        columns, label_columns: those of the table, as of `read_samples`, if they have other names than usual ones.
 
     Raises:
         ValueError: the folder has no results. OSError: it cannot be read.
@@ -120,7 +128,7 @@ def read_results(
         raise ValueError(f"--slides {slides}: no such file or folder")
     told = _recorded(predicted, evaluated)
     with reading(evaluated or folder if predicted is None else predicted / _PLACES):
-        place = _Place(told, slides, slides_folder, folder, remarks)
+        place = _Place(told, slides, slides_folder, folder, (columns, label_columns), remarks)
         records = {place.name_of(name): record for name, record in records.items()}
     with reading(evaluated or folder if predicted is None else predicted / f"{PREDICTIONS.name}.jsonl"):
         viewed = tuple(
@@ -160,6 +168,7 @@ class _Place:
         slides: Path | None,
         slides_folder: Path | None,
         folder: Path,
+        named: tuple[Mapping[str, str], Sequence[str] | None],
         remarks: list[str],
     ) -> None:
         self._listed = slides is not None  # by the user, who wants to see all of them
@@ -184,8 +193,9 @@ class _Place:
         self._beside = None if source is None else source.parent
         self.in_bounds = told.get("in_bounds") is True
         if source is not None and source.exists() and not only_features:
-            named = columns if slides is None and columns else {}
-            self._read(source, {role: named[role] for role in ("slide", "patient") if role in named}, remarks)
+            kept = columns if slides is None and columns else {}
+            kept = {role: kept[role] for role in ("slide", "patient") if role in kept}
+            self._read(source, {**kept, **named[0]}, named[1], remarks)
         if self.root is None:
             remarks.append("nothing says where the slides are: name their table or folder by --slides")
         elif not self.root.is_dir():
@@ -212,10 +222,11 @@ class _Place:
         path = self.root / name
         return path if self._named or leads_to(path, self._homes) or not os.path.lexists(path) else None
 
-    def _read(self, source: Path, columns: Mapping[str, str], remarks: list[str]) -> None:
+    def _read(self, source: Path, columns: Mapping[str, str], labels: Sequence[str] | None, remarks: list[str]) -> None:
         folder = None if source.is_dir() else self.root
+        columns, labels = ({}, None) if source.is_dir() else (columns, labels)
         try:
-            self._table = read_samples(source, kinds.SLIDES, folder=folder, columns={} if source.is_dir() else columns)
+            self._table = read_samples(source, kinds.SLIDES, folder=folder, columns=columns, label_columns=labels)
         except (DatasetError, OSError) as error:
             try:
                 self._table = read_samples(source, kinds.SLIDES, folder=folder, columns=columns, label_columns=())

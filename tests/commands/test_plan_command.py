@@ -141,6 +141,33 @@ def test_an_operator_without_a_rule_is_seen_before_there_are_ranks(
     assert "fft" in refusal(capsys, *SMALL, "--tiles", "1x2")
 
 
+class Deciding(nn.Sequential):
+    """Looks at a value, which there is none of before a step."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(tiny_resnet(num_classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+def test_a_model_that_looks_at_values_is_planned(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, ranks: Ranks
+) -> None:
+    flags = ["--model", f"{__file__}:Deciding", "--image-size", "64", "--tiles", "1x2"]
+    main(flags)
+    assert "tiles(1x2)" in capsys.readouterr().out
+    ranks(2).run(train, [*flags, "--dry-run", "--run-folder", str(tmp_path / "run")])
+
+
+@pytest.mark.parametrize(
+    "flags", ["--task segment", "--optimizer AdamWW", "--scheduler Step", "--metrics none_such", "--monitor none_such"]
+)
+def test_the_search_refuses_what_no_plan_trains(capsys: pytest.CaptureFixture[str], flags: str) -> None:
+    given = [*TINY, *flags.split()]
+    assert refusal(capsys, *given, "--ranks", "1") == refusal(capsys, *given)
+
+
 def test_too_many_open_files_is_one_message(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +245,16 @@ def test_the_search_names_plans_that_can_be_started(capsys: pytest.CaptureFixtur
     commands = [line for line in lines if " mpirun -n 2 python -m mpi4dl.train " in line]
     assert all(" --lr 0.5 " in command and "--search" not in command for command in commands)
     assert {"--replicas 2", "--tiles 1x2", "--stages 2"} <= {flag for flag in FOUND for one in commands if flag in one}
+
+
+def test_the_search_names_no_plan_whose_microbatch_batch_norm_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    """A microbatch of a single sample, whose last images are of one pixel."""
+    machine = Path(ROOT) / "examples" / "machines" / "lassen.toml"
+    small = ["--model", "small_resnet", "--image-size", "32", "--batch-size", "2", "--machine", str(machine)]
+    main(["--ranks", "2", *small])
+    commands = [line for line in capsys.readouterr().out.splitlines() if " mpirun -n 2 " in line]
+    assert any("--tiles 1x2" in command for command in commands)
+    assert not any("--microbatches 2" in command for command in commands)
 
 
 def test_the_search_names_plans_for_images_of_their_own_sizes(capsys: pytest.CaptureFixture[str]) -> None:

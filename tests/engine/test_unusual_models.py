@@ -238,7 +238,7 @@ class Shrinking(Net):
 def change(comm: Communicator, zero: int, offload: str) -> list[str]:
     """What is said of changes that a loop of one's own, or the model, makes between steps and in them."""
     said = []
-    for change in ("value", "group", "forward", "data", "assign", "prune"):
+    for change in ("value", "written", "group", "forward", "data", "assign", "prune"):
         model = (Shrinking if change == "forward" else Net)().double()
         optimizer = sgd(model)
         engine = engine_of(comm, model, optimizer, zero, offload=offload)
@@ -250,6 +250,8 @@ def change(comm: Communicator, zero: int, offload: str) -> list[str]:
                 if change == "value":
                     with torch.no_grad():
                         model.last.bias[:1].view(()).mul_(2) if zero < 3 else model.empty.mul_(2)
+                if change == "written":
+                    (model.last.bias if zero < 3 else model.empty).data.mul_(2)
                 if change == "data":
                     model.last.bias.data = model.last.bias.data * 2
                 if change == "assign":
@@ -281,12 +283,13 @@ def test_a_change_of_one_stage_is_refused_by_all_ranks(comm: Communicator) -> No
 @pytest.mark.parametrize(("zero", "offload"), [(0, "none"), (1, "disk"), (3, "none")])
 def test_changes_that_would_be_lost_are_refused(ranks: Ranks, zero: int, offload: str) -> None:
     wanted = {"last.bias": zero == 1, "empty": zero == 3}
-    for value, group, forward, data, assign, pruned in ranks(2).run(change, zero, offload):
+    for value, written, group, forward, data, assign, pruned in ranks(2).run(change, zero, offload):
         assert "is another parameter than when the engine was made" in assign
         assert pruned.startswith("weight_orig of Linear is another parameter than when the engine was made")
         assert data.startswith("last.bias has other memory than") == (zero > 0)
         for name, refused in wanted.items():
             assert value.startswith(f"{name} was changed outside of the optimizer") == refused
+        assert written.startswith("last.bias was changed outside of the optimizer") == (zero == 1)
         assert group.startswith("the optimizer has other groups of parameters than") == (zero > 0)
         assert bool(forward) == (zero > 0)
         assert "was changed while the model ran" in forward or not zero

@@ -191,6 +191,8 @@ def test_files_that_are_missing_or_damaged(tmp_path: Path) -> None:
     assert f"{shard} cannot be read" in complaint() or str(shard) in complaint()
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     assert "has no weight_map" in complaint()
+    (tmp_path / "model.safetensors.index.json").unlink()
+    assert "model.safetensors is missing: write it with AutoModelForCausalLM" in complaint()
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
     assert "one token ends a text" in complaint()
     (tmp_path / "generation_config.json").unlink()

@@ -19,11 +19,11 @@ from mpi4dl.text.options import Sampling
 from tests.pool.ranks import Ranks
 
 
-@pytest.mark.parametrize(("bits", "steps"), [(8, 127), (4, 7.5)])
-def test_products_are_near(bits: int, steps: float) -> None:
+@pytest.mark.parametrize(("bits", "steps", "inputs"), [(8, 127, 64), (8, 127, 40), (4, 7.5, 64)])
+def test_products_are_near(bits: int, steps: float, inputs: int) -> None:
     """Each weight is off by half a step at most, and by what bfloat16 rounds of scales."""
     torch.manual_seed(0)
-    weight, x, bias = torch.randn(43, 64), torch.randn(3, 5, 64).bfloat16(), torch.randn(43).bfloat16()
+    weight, x, bias = torch.randn(43, inputs), torch.randn(3, 5, inputs).bfloat16(), torch.randn(43).bfloat16()
     found = F.linear(x, QuantizedWeight.of(weight, bits), bias)
     exact = F.linear(x.double(), weight.double(), bias.double())
     most = x.double().abs().sum(-1, keepdim=True) * float(weight.abs().max()) / steps

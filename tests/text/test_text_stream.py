@@ -24,6 +24,20 @@ def test_what_is_no_text_is_shown_as_by_the_tokenizer(data: bytes) -> None:
     assert "".join(pieces) + end == data.decode(errors="replace")
 
 
+def test_a_tokenizer_that_decodes_each_byte_of_a_part_of_a_character() -> None:
+    """As Llama's does."""
+
+    class EachByte(ByteTokenizer):
+        def decode(self, tokens: object) -> str:
+            try:
+                return bytes(tokens).decode()  # type: ignore[call-overload]
+            except UnicodeDecodeError:
+                return "\N{REPLACEMENT CHARACTER}" * len(tokens)  # type: ignore[arg-type]
+
+    stream = TextStream(EachByte(), ())
+    assert [stream.add(byte) for byte in "n€😀x".encode()] == ["n", "", "", "€", "", "", "", "😀", "x"]
+
+
 def test_stop_strings_over_tokens() -> None:
     assert pieces_of(b"ab\n\ncd", "\n\n") == (["a", "b", "", "", "", ""], "", True)
     assert pieces_of(b"a\nb", "\n\n") == (["a", "", "\nb"], "", False)  # it was none

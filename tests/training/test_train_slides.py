@@ -502,6 +502,10 @@ def test_all_folds_go_on_and_are_summarised(ranks: Ranks, cohort: Path, tmp_path
         assert not values or float(row["mean"]) == pytest.approx(np.mean(values))
     assert "--resume" in ranks(1).run(refused, train, [*flags, "--fold", "all"])[0]
     assert "youden" in ranks(1).run(refused, evaluate, [str(folder), "--threshold", "youden"])[0]
+    kept_elsewhere = (folder / "fold_1" / "samples.csv").rename(tmp_path / "kept.csv")
+    (refusal,) = ranks(1).run(refused, train, [*flags, "--fold", "all", "--resume", "auto"])
+    assert "is missing, the samples of a finished fold" in refusal
+    kept_elsewhere.rename(folder / "fold_1" / "samples.csv")
     config = folder / "fold_1" / "config.toml"
     config.write_text(re.sub(r"\nseed = \d+", "\nseed = 77", config.read_text()))
     assert "seed" in ranks(1).run(refused, evaluate, [str(folder)])[0]

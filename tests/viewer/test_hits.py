@@ -130,6 +130,24 @@ def test_what_is_refused(ranks: Ranks, folder: Path) -> None:
         assert "regions of Ignore*, tumour" in told
 
 
+def test_the_columns_of_a_table_are_named(ranks: Ranks, folder: Path) -> None:
+    """As the command says, where they have other names than usual ones."""
+    other = folder.parent / "other.csv"
+    lines = (folder.parent / "slides.csv").read_text().splitlines()
+    other.write_text(
+        "\n".join(
+            ["Scan,Regions,Diagnosis", *(f"{line},{'tumour' if line[1] < '3' else 'normal'}" for line in lines[1:])]
+        )
+    )
+    (told,) = ranks(1).run(hits, str(folder), "--slides", str(other))
+    assert "name it by --slide-column" in told
+    named = ["--slide-column", "Scan", "--annotation-column", "Regions", "--label-columns", "Diagnosis"]
+    (told,) = ranks(1).run(hits, str(folder), "--slides", str(other), *named)
+    assert "overlaps an annotation on 2 (50.0 %)" in told
+    shown = read_results(folder, other, None, None, {"slide": "Scan", "annotation": "Regions"}, ["Diagnosis"]).slides
+    assert [slide.label for slide in shown] == ["tumour"] * 3 + ["normal"] * 3
+
+
 def test_names_in_no_encoding_reach_the_table_as_they_are() -> None:
     hit = Hit("s\udcff.tif", 2.0, (16.0, 48.0), (32.0, 32.0), True, True, ("tum\ud800our",))
     assert b"s\xff.tif,2.0,48.0,16.0,32.0,1,1,tum\\ud800our\n" in csv_of([hit])

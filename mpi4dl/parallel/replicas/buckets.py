@@ -167,6 +167,16 @@ def laid_out(value: Tensor, like: Tensor) -> Tensor:
     return found.copy_(value.view(like.shape))
 
 
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits_of(x: Tensor) -> Tensor:
+    """The elements of a tensor as integers."""
+    x = x.resolve_conj().resolve_neg()
+    x = torch.view_as_real(x) if x.is_complex() else x.to_dense() if x.layout is not torch.strided else x
+    return x.contiguous().view(INTEGERS[x.itemsize])
+
+
 # Whole values on one rank, put together from the parts that ranks own.
 
 State = dict[str, Any]

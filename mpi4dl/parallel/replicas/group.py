@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Pending, Refusal
-from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES, BucketSegment, Shard, State, seen_as
+from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES, BucketSegment, Shard, State, bits_of, seen_as
 from mpi4dl.parallel.replicas.gathering import Gatherer, there_together
 from mpi4dl.parallel.replicas.optimizer_traits import hook_on_gradient
 from mpi4dl.parallel.replicas.reducer import AllReduce, LocalGradients, Reducer, plan_layout
@@ -150,6 +150,7 @@ class WeightAverage:
             self._of[id(master.value)] = self.home.place(like.copy_(value.to(like.device).view(like.shape)))
 
 
+FIRST, EVERY = 3, 100  # steps in which parameters are looked at
 ReadShard = Callable[[str, int, int], tuple[Tensor, State]]
 GradientHook = Callable[[str, Tensor], Tensor | None]
 
@@ -231,6 +232,7 @@ class ReplicaGroup:
         self.average: WeightAverage | None = None if decay is None else WeightAverage(masters, decay, home)
         self.mirrored = mirrored
         self._copied = zero == 3 or any(master.target is not None for some in masters for master in some)
+        self._num_shared = 0
         self._versions = self._count_changes()
         self._places = [p.data_ptr() for p in self.parameters]
         self._hooked: list[bool] = []
@@ -266,11 +268,15 @@ class ReplicaGroup:
         """The context in which forward and backward find the parameters."""
         return nullcontext() if self.gatherer is None else there_together([self.gatherer])
 
-    def _count_changes(self) -> list[int]:
-        """How often each parameter was written to, as far as PyTorch counts it."""
-        return [p._version for p in self.parameters]
+    def _count_changes(self) -> list[tuple[int, int]]:
+        """How often each parameter was written to, as far as PyTorch counts it; in some steps also the sum of its bits,
+        by which writes to `p.data` show.
+        """
+        looks = self._copied and self.gatherer is None and (self._num_shared < FIRST or self._num_shared % EVERY == 0)
+        bits = [int(bits_of(p.detach()).sum(dtype=torch.int64)) if looks else 0 for p in self.parameters]
+        return [(p._version, found) for p, found in zip(self.parameters, bits, strict=True)]
 
-    def _refuse_changes(self, since: list[int], why: str) -> None:
+    def _refuse_changes(self, since: list[tuple[int, int]], why: str) -> None:
         now = zip(self.names, since, self._count_changes(), strict=True)
         changed = next((name for name, before, after in now if before != after), None)
         if changed is not None:
@@ -439,6 +445,7 @@ class ReplicaGroup:
                 if self._spread is not None:
                     spreading.append(self._spread(number))
         Pending.all(self.comm.node, spreading).wait()
+        self._num_shared += 1
         self._versions = self._count_changes()
 
     def gradient_shards(self) -> Iterator[tuple[str, BucketSegment, Tensor | None]]:

@@ -363,10 +363,11 @@ class Api:
             raise ApiError(400, "echo with logprobs is not supported: the prompt's are not computed", "logprobs")
         front.check_room(len(asked.prompts) * asked.n)
         wanted, echoes = [], []
-        for prompt in await front.encode(asked.prompts):
+        for given, prompt in zip(asked.prompts, await front.encode(asked.prompts), strict=True):
             length = front.room_for(len(prompt), asked.max_tokens, asked.default_tokens)
             wanted += [(prompt, asked.sampling(length, choice, asked.own_stops)) for choice in range(asked.n)]
-            echoes += [front.tokenizer.decode(prompt) if asked.echo else ""] * asked.n
+            text = given if isinstance(given, str) else front.tokenizer.decode(given)
+            echoes += [text if asked.echo else ""] * asked.n
         usage = asked.stream_options.include_usage
         form = Form(asked.chat, self._model, front.tokenizer, echoes, scored, asked.n, usage)
         reply = front.start(wanted, arrived)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -234,6 +235,16 @@ def test_a_mean_of_1000_keeps_its_digits_in_float32(comm: Communicator, arrangem
     assert mean < 1e-4
     assert error < 3e-4  # the image itself is rounded to 6e-5
     assert variance < 1e-5
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@on_ranks(2)
+def test_statistics_of_many_pixels_keep_their_digits_in_float32(comm: Communicator, memory_format: Any) -> None:
+    image = torch.randn(1, 2, 1536, 1536).contiguous(memory_format=memory_format)
+    tile, groups = spatial.shard(image, spatial.Grid(comm, cols=2)), partial(F.group_norm, num_groups=2)
+    for norm in (partial(F.batch_norm, running_mean=None, running_var=None, training=True), groups):
+        ours, plain = spatial.gather(norm(tile)), norm(image.double())
+        assert float(((ours - plain).abs() / plain.abs().clamp(min=1)).max()) < 2e-6
 
 
 @on_ranks(2)

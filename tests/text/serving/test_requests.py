@@ -44,6 +44,13 @@ def test_completions(served: Served) -> None:
     assert tokens.choices[0].logprobs.token_logprobs == [-1.0] * 16
 
 
+def test_an_echo_is_the_text_that_was_sent(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the tokenizer decodes its tokens with a space before them, as Llama's does."""
+    monkeypatch.setattr(served.batch.tokenizer, "decode", lambda tokens: " a", raising=False)
+    found = served.client().completions.create(model="tiny", prompt="a", max_tokens=2, echo=True)
+    assert found.choices[0].text == "a" + expected("a", 2)
+
+
 def test_what_is_asked_reaches_the_batch(served: Served) -> None:
     served.client().completions.create(
         model="tiny",

@@ -31,6 +31,7 @@ from mpi4dl.parallel.spatial.grid import Layout
 
 backward_of_batch_norm = torch.ops.aten.native_batch_norm_backward.default
 OTHERS = {ndim: ([d for d in range(ndim) if d != 1],) for ndim in range(2, 7)}  # all dims but that of channels
+BLOCK_PIXELS, BLOCK_NUMBERS = 1 << 15, 1 << 20  # sums of more float32 numbers in a row lose digits, caches end
 PER_CHANNEL = {ndim: (-1, *(1,) * (ndim - 2)) for ndim in range(2, 7)}  # the shape of a number for each, beside x
 
 
@@ -68,6 +69,16 @@ def settled(x: Tensor) -> Tensor:
         return x
     strides = _usual_strides(x.shape, like)
     return x if x.stride() == strides else x.as_strided(x.shape, strides)
+
+
+def blocks_of(x: Tensor) -> Sequence[Tensor]:
+    """x (N, C, ...) in parts along its longest other dim, each with few pixels of a channel, and few numbers."""
+    pixels = x.numel() // x.shape[1]
+    most = min(BLOCK_PIXELS, max(1, BLOCK_NUMBERS // x.shape[1]))
+    if pixels <= 2 * most:
+        return (x,)
+    dim = max(*OTHERS[x.dim()], key=x.shape.__getitem__)
+    return x.split(max(1, most * x.shape[dim] // pixels), dim)
 
 
 class Shares(NamedTuple):
@@ -216,14 +227,19 @@ class Kernels:
             mean, variance = torch.batch_norm_update_stats(own, None, None, 0.0)
             return mean, variance * (own.numel() // own.shape[1]), torch.zeros_like(mean)
         # Several times faster than `var_mean`, and no less exact: shift by the rounded mean, then take both sums in one
-        # pass of the kernel that batch norm's backward takes its sums with.
+        # pass of the kernel that batch norm's backward takes its sums with. It adds one number after the other in their
+        # own type, so it gets blocks, which also stay in the cache.
         own = own.float() if own.itemsize < 4 else own
         near = own.mean(*OTHERS[own.dim()])
-        centred = own - near.view(PER_CHANNEL[own.dim()])
         zeros, ones, _ = norm.constants(len(near), near.dtype, near.device)
-        _, squares, rest = backward_of_batch_norm(
-            centred, centred, ones, zeros, ones, None, None, False, 0.0, [False, True, True]
-        )
+        found: list[Tensor] = []
+        for block in blocks_of(own):
+            centred = block - near.view(PER_CHANNEL[own.dim()])
+            _, squares, rest = backward_of_batch_norm(
+                centred, centred, ones, zeros, ones, None, None, False, 0.0, [False, True, True]
+            )
+            found.append(torch.stack((squares, rest)))
+        squares, rest = found[0] if len(found) == 1 else torch.stack(found).sum(0, dtype=torch.float64).to(near.dtype)
         return near, squares, rest
 
     def merged(
