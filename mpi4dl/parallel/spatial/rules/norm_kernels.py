@@ -31,7 +31,7 @@ from mpi4dl.parallel.spatial.grid import Layout
 
 backward_of_batch_norm = torch.ops.aten.native_batch_norm_backward.default
 OTHERS = {ndim: ([d for d in range(ndim) if d != 1],) for ndim in range(2, 7)}  # all dims but that of channels
-BLOCK_PIXELS, BLOCK_NUMBERS = 1 << 15, 1 << 20  # sums of more float32 numbers in a row lose digits, caches end
+BLOCK_PIXELS, BLOCK_NUMBERS = 1 << 13, 1 << 20  # sums of more float32 numbers in a row lose digits, caches end
 PER_CHANNEL = {ndim: (-1, *(1,) * (ndim - 2)) for ndim in range(2, 7)}  # the shape of a number for each, beside x
 
 
