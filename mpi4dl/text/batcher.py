@@ -125,6 +125,7 @@ def probabilities(logits: Tensor, temperature: float, top_k: int = 0, top_p: flo
 # text      "na"  ""      "ï"     "ve"  ""    (ends; "\n\n" is not part of it)
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how a tokenizer decodes a part of a character, or each byte of it
+MOST_UNFINISHED = 3  # bytes of a character that is not whole
 
 
 class TextStream:
@@ -149,7 +150,7 @@ class TextStream:
     def _take(self, text: str, last: bool) -> str:
         if self.stopped:
             return ""
-        until = len(text if last else text.rstrip(UNFINISHED))
+        until = len(text) if last else max(len(text.rstrip(UNFINISHED)), len(text) - MOST_UNFINISHED)
         self._held += text[self._shown : until]
         self._shown = until
         if until == len(text):
@@ -233,6 +234,7 @@ class Running:
             reason = "length"
         if reason is not None:
             text += self.text.end()
+            reason = "stop" if self.text.stopped else reason
         logprob = float(logits[token] - logits.logsumexp(0))
         return Event(self.id, token, text, reason, logprob, self.usage if reason else None)
 

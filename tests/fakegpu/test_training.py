@@ -227,14 +227,16 @@ def test_what_the_optimizer_keeps_may_leave_the_gpu(ranks: Ranks, plan: Plan, of
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
 @on_ranks(1)
 def test_offload_waits_once_for_a_bucket_and_not_for_each_parameter(comm: Communicator, kind: torch.dtype) -> None:
-    """In the third step of a model of twelve parameters, whose master weights are on the host."""
+    """In the fourth step of a model of twelve parameters, whose master weights are on the host. Steps before, and every
+    100th, compare them with what users may have written.
+    """
     with on_gpus(comm, "staged") as (gpus, gpu, _):
         layers = [nn.Conv2d(3, 3, 1) for _ in range(5)]
         model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 4)).to(CUDA, kind)
         trained = torch.optim.AdamW(model.parameters())
         engine = Engine(model, Plan(), trained, F.cross_entropy, comm=gpus, offload="cpu")
         images, targets = torch.randn(4, 3, 8, 8, dtype=kind), torch.zeros(4, dtype=torch.int64)
-        counts = [gpu.counters.since(lambda: engine.step([images], targets, (8, 8))) for _ in range(3)][-1]
+        counts = [gpu.counters.since(lambda: engine.step([images], targets, (8, 8))) for _ in range(4)][-1]
     assert counts["to_host"] == 2  # the gradients, and the loss
     assert counts["waits"] <= 5  # gradients, what was published before, the loss, the norm, the images
 

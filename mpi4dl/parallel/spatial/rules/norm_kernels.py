@@ -32,6 +32,7 @@ from mpi4dl.parallel.spatial.grid import Layout
 backward_of_batch_norm = torch.ops.aten.native_batch_norm_backward.default
 OTHERS = {ndim: ([d for d in range(ndim) if d != 1],) for ndim in range(2, 7)}  # all dims but that of channels
 BLOCK_PIXELS, BLOCK_NUMBERS = 1 << 13, 1 << 20  # sums of more float32 numbers in a row lose digits, caches end
+FEW_NUMBERS = 2 * BLOCK_PIXELS
 PER_CHANNEL = {ndim: (-1, *(1,) * (ndim - 2)) for ndim in range(2, 7)}  # the shape of a number for each, beside x
 
 
@@ -232,15 +233,15 @@ class Kernels:
         own = own.float() if own.itemsize < 4 else own
         near = own.mean(*OTHERS[own.dim()])
         zeros, ones, _ = norm.constants(len(near), near.dtype, near.device)
-        found: list[Tensor] = []
-        for block in blocks_of(own):
-            centred = block - near.view(PER_CHANNEL[own.dim()])
-            _, squares, rest = backward_of_batch_norm(
+        found, shape = [], PER_CHANNEL[own.dim()]
+        for block in (own,) if own.numel() <= FEW_NUMBERS else blocks_of(own):
+            centred = block - near.view(shape)
+            found += backward_of_batch_norm(
                 centred, centred, ones, zeros, ones, None, None, False, 0.0, [False, True, True]
-            )
-            found.append(torch.stack((squares, rest)))
-        squares, rest = found[0] if len(found) == 1 else torch.stack(found).sum(0, dtype=torch.float64).to(near.dtype)
-        return near, squares, rest
+            )[1:]
+        if len(found) == 2:
+            return near, found[0], found[1]
+        return near, *torch.stack(found).unflatten(0, (-1, 2)).sum(0, dtype=torch.float64).to(near.dtype)
 
     def merged(
         self, norm: Norm, x: Tensor, theirs: Tensor, weight: Tensor | None, tracked: Tracked
