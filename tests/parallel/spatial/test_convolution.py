@@ -1,5 +1,7 @@
 """Convolutions on tiles of many kernels, strides, paddings and groups, also transposed ones, are those of the whole."""
 
+import pytest
+import torch
 from torch import nn
 
 from tests.parallel.spatial.comparing import ARRANGEMENTS, chosen, modules, table_test
@@ -101,3 +103,45 @@ TRANSPOSED = modules(
 )
 
 test_transposed_convolutions_equal_those_of_the_whole_image = table_test(__name__, chosen(ARRANGEMENTS), "TRANSPOSED")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "image", "outputs", "kernel", "stride", "padding", "dilation", "transposed"),
+    [
+        (torch.bfloat16, (4, 8, 1, 1), 16, 1, 2, 0, 1, False),
+        (torch.bfloat16, (4, 16, 7, 1), 8, 3, 2, 1, 1, False),
+        (torch.bfloat16, (4, 24, 17, 31), 128, 3, 1, 2, 2, False),
+        (torch.bfloat16, (7, 128, 2, 9), 48, 7, 1, 3, 1, False),
+        (torch.bfloat16, (4, 16, 22, 38), 32, 3, 1, 3, 3, True),
+        (torch.bfloat16, (2, 32, 4, 12, 12), 32, 5, 1, 2, 1, False),
+        (torch.float32, (2, 4, 5, 12, 12), 8, 7, 2, 3, 1, False),
+    ],
+)
+def test_gradients_of_weights_read_no_memory_beside_images(
+    dtype: torch.dtype,
+    image: tuple[int, ...],
+    outputs: int,
+    kernel: int,
+    stride: int,
+    padding: int,
+    dilation: int,
+    transposed: bool,
+) -> None:
+    count = len(image) - 2
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        x = torch.randn(image).to(dtype)
+        weight = torch.randn(*((image[1], outputs) if transposed else (outputs, image[1])), *[kernel] * count).to(dtype)
+    x = x.contiguous(memory_format=torch.channels_last if count == 2 else torch.channels_last_3d)
+    numbers = [stride] * count, [padding] * count, [dilation] * count, transposed, [0] * count, 1
+    gradient = torch.ones_like(torch.convolution(x, weight, None, *numbers)) / 8
+    for _ in range(3):
+        freed = [torch.full((1 << n,), torch.nan, dtype=torch.bfloat16) for n in range(4, 21) for _ in range(8)]
+        del freed
+        mask = [True, True, True]
+        args = [weight.shape[0 if not transposed else 1]], *numbers, mask
+        found = torch.ops.aten.convolution_backward(gradient, x, weight, *args)
+        expected = torch.ops.aten.convolution_backward(gradient.double(), x.double(), weight.double(), *args)
+        for ours, exact in zip(found, expected, strict=True):
+            assert ours.dtype == dtype
+            torch.testing.assert_close(ours.double(), exact, rtol=0.02, atol=0.02 * exact.abs().max().item())
