@@ -157,7 +157,7 @@ def folder_table(root: Path, kind: FileKind, classes: tuple[str, ...] | None = N
             files, one without a mask or target, or with two.
     """
     form = paired_form(root)
-    found = parts(root) if form is None and classes is None else None
+    found = parts(root) if form is None else None
     if found is None:
         table = pair_table(root, form, kind) if form else _class_table(root, kind, classes)
         patients, remarks = patients_of([row.name for row in table.rows], kind, "a table can name the patients")

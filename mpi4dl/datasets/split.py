@@ -369,7 +369,7 @@ def split_rows(
     if not any(row.split == "val" for row in rows) and any(row.split == "test" for row in rows):
         rows = tuple(row._replace(split="val") if row.split == "test" else row for row in rows)
         remarks += (f"{where} has no {kind.nouns} for val: those for test validate",)
-    remarks += ("split by the table",) if split_file is None else ()
+    remarks += (f"split by the {'folders' if Path(table).is_dir() else 'table'}",) if split_file is None else ()
     return tuple(rows), (*remarks, *_for_tests(rows, kind, "not used in training"))
 
 
