@@ -32,7 +32,7 @@ _UNREADABLE = "cannot be read as DICOM"
 class _Slice(NamedTuple):
     path: Path
     series: str
-    place: float
+    place: tuple[float, ...]  # of its first pixel, along its rows, its columns and their normal
     shape: tuple[int, int]
     plane: tuple[float, ...]
     problem: str = ""  # why it is none, but something else of a series
@@ -69,13 +69,13 @@ def open_series(path: Path) -> Opened:
         slices = [each for each in map(_told, files_of(path)) if not each.problem]
     if not slices or len({each.series for each in slices}) > 1:
         raise BadImage(path, f"has {len({each.series for each in slices})} series of DICOM: expected one")
-    slices.sort(key=lambda each: each.place)
+    slices.sort(key=lambda each: each.place[-1])
     first = slices[0]
     odd = next((each for each in slices if (each.shape, each.plane) != (first.shape, first.plane)), None)
     if odd is not None:
         what = "lies in another plane" if odd.shape == first.shape else f"has {odd.shape[0]} x {odd.shape[1]} pixels"
         raise BadImage(odd.path, f"{what} than {first.path.name} of its series: write the volume as NIfTI")
-    steps = np.diff([each.place for each in slices])
+    *aside, steps = np.diff([each.place for each in slices], axis=0).T
     usual = float(np.median(steps)) if len(steps) else 0.0
     wrong = next((i for i, step in enumerate(steps) if abs(step - usual) > _UNEVEN * abs(usual) or step <= 0), None)
     if wrong is not None:
@@ -84,6 +84,15 @@ def open_series(path: Path) -> Opened:
             path,
             f"has slices {usual:g} mm apart, but {after.path.name} is {steps[wrong]:g} mm behind {before.path.name}: a "
             "slice is missing or there twice; restore it, or write the volume as NIfTI",
+        )
+
+    tilted = next((i for i, moved in enumerate(np.hypot(*aside)) if moved > _UNEVEN * usual), None)
+    if tilted is not None:
+        after, before = slices[tilted + 1], slices[tilted]
+        raise BadImage(
+            path,
+            f"has slices that do not lie straight behind each other, such as {after.path.name} behind "
+            f"{before.path.name}: a tilted gantry; correct it as you write the volume as NIfTI",
         )
 
     def read_part(wanted: Slices) -> npt.NDArray[Any]:
@@ -141,7 +150,8 @@ def _header(path: Path, num_bytes: int, written: int) -> _Slice:
     with blaming(path, _UNREADABLE), path.open("rb") as file:
         tags = [pydicom.tag.Tag(name) for name in _NEEDED]
         found = reader.read_partial(file, lambda tag, vr, length: tag > max(tags), specific_tags=tags)
-    series, place, shape, problem = str(found.get("SeriesInstanceUID") or path), np.nan, (0, 0), ""
+    place: tuple[float, ...]
+    series, place, shape, problem = str(found.get("SeriesInstanceUID") or path), (0.0, 0.0, np.nan), (0, 0), ""
     plane: tuple[float, ...] = ()
     try:
         frames, samples = (int(found.get(name) or 1) for name in ("NumberOfFrames", "SamplesPerPixel"))
@@ -149,11 +159,11 @@ def _header(path: Path, num_bytes: int, written: int) -> _Slice:
         corner = [float(number) for number in found.get("ImagePositionPatient") or ()]
         shape = (int(found.Rows), int(found.Columns))
         if len(plane) == 6 and len(corner) == 3:
-            place = float(np.dot(_directions(plane)[2], corner))
+            place = tuple(float(np.dot(direction, corner)) for direction in _directions(plane))
         else:
-            place = float(found.InstanceNumber)
+            place = 0.0, 0.0, float(found.InstanceNumber)
         _ = found.SeriesInstanceUID
-        if frames > 1 or samples > 1 or not np.isfinite(place):
+        if frames > 1 or samples > 1 or not np.all(np.isfinite(place)):
             what = f"{frames} frames" if frames > 1 else f"{samples} samples in a pixel" if samples > 1 else "no place"
             problem = f"has {what}: a slice of a series has one grey image; write the volume as NIfTI"
     except (AttributeError, TypeError, ValueError) as error:

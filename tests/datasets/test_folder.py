@@ -142,6 +142,17 @@ def test_given_classes_keep_their_numbers(tmp_path):
     assert dataset.label(0) == 2
 
 
+def test_parts_have_the_given_classes(tmp_path):
+    """As an evaluation opens the images of a run."""
+    for name in ("train/b/1.png", "val/a/1.png", "val/b/1.png"):
+        put(tmp_path / "of_classes" / name)
+    for number, name in enumerate(("train/images", "train/masks", "val/images", "val/masks")):
+        put(tmp_path / "of_masks" / name / "1.png", number)
+    found = listed(tmp_path / "of_classes", ("c", "b", "a"))
+    assert [(row.label, row.split) for row in found.rows] == [(1, "train"), (2, "val"), (1, "val")]
+    assert [row.split for row in listed(tmp_path / "of_masks", ("a", "b")).rows] == ["train", "val"]
+
+
 def test_a_file_that_is_another_than_was_listed_is_refused(tmp_path):
     for name in ("a/1.png", "b/1.png", "b/2.png"):
         put(tmp_path / name, 7)

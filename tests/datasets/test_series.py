@@ -149,6 +149,13 @@ def test_what_is_no_volume_is_a_bad_image_with_its_cause(tmp_path: Path) -> None
     odd.save_as(tmp_path / "odd" / "001.dcm")
     with pytest.raises(BadImage, match="lies in another plane"):
         open_volume(tmp_path / "odd")
+    write_series(tmp_path / "tilted", noise())
+    for number, path in enumerate(sorted((tmp_path / "tilted").iterdir())):
+        tilted = pydicom.dcmread(path)
+        tilted.ImagePositionPatient = [0, number, 3 * number]
+        tilted.save_as(path)
+    with pytest.raises(BadImage, match=r"such as 001\.dcm behind 000\.dcm: a tilted gantry"):
+        open_volume(tmp_path / "tilted")
 
 
 def test_without_pydicom_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

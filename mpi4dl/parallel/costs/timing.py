@@ -26,7 +26,6 @@ from mpi4dl.parallel.inputs import of_tokens
 from mpi4dl.parallel.pipeline.split_backward import WeightGradients
 from mpi4dl.parallel.pipeline.stage import made_up_stage
 from mpi4dl.parallel.spatial.grid import Grid
-from mpi4dl.parallel.spatial.rules.normalization import right_gradients
 
 REPEATS = 3
 MOST_PIXELS = 1 << 22  # of all samples on a rank; more are not timed
@@ -141,7 +140,6 @@ def _measure(
     with forked((device,)):
         for i in range(len(cuttable)):
             unit = cut_at(site, made_up_stage(cuttable.unit(i), device), grid)
-            right_gradients(unit)
             seconds, values = _time(unit, values, grid, clock, repeats, site.splits)
             found.append(seconds)
     return np.array(found)

@@ -14,7 +14,6 @@ from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.replicas.groups import Elements
 from mpi4dl.parallel.spatial.grid import Grid, Layout, PartPlace
-from mpi4dl.parallel.spatial.rules.normalization import right_gradients
 from mpi4dl.parallel.tensor.styles import NOT_CUT, Cuts, Cutting, Styles, cutting_of, names_by_first
 
 if TYPE_CHECKING:
@@ -96,9 +95,6 @@ class LocalStages(nn.Module):
                     grid.halo_prefetch.steps = True
                     part = Part(direction, stage, self.modules_of[stage], grid, plan.is_plain(stage))
                     self.parts[direction, stage] = part
-        for part in self.parts.values():
-            if part.plain:
-                right_gradients(part.module)
         # Those who hold a stage, in either direction, hold the same parameters.
         # Ranks of both directions come to the ends of their stages in opposite orders.
         ordered = not plan.bidirectional

@@ -10,7 +10,7 @@ several tiles. Only the output pixels that a tile owns get a gradient, so the su
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -227,6 +227,8 @@ class Streaming:
 
         def differentiate(values: Sequence[Tensor], outputs: Sequence[Tensor], zero_weight: int = 0) -> None:
             """Add the gradients of a tile. `zero_weight` > 0: add them so many times, for an output gradient of 0."""
+            if self._is_first:
+                sums[:] = [None] * len(sums)  # a pass that ended at a statistic had found some of them
             roots, of_roots = [], []
             for y, buffer, gradient in zip(outputs, self._outputs, gradients, strict=True):
                 if gradient is None or not y.requires_grad:
@@ -438,16 +440,18 @@ def gradients_of(
     parameters: Sequence[Tensor],
     take: Callable[[int, Tensor], None],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of `leaves`; `take` gets the number and gradient of each parameter. Users' hooks on parameters wait
-    for the sum over tiles.
+    """The gradients of `leaves`. `take` gets the number and gradient of each parameter as soon as it is there, so that
+    autograd, which would keep all to the end, holds none of them. Users' hooks on parameters wait for the sum.
     """
 
-    with set_aside(parameters):
-        found = torch.autograd.grad(roots, [*leaves, *parameters], of_roots, allow_unused=True)
-    for i, gradient in enumerate(found[len(leaves) :]):
-        if gradient is not None:
-            take(i, gradient)
-    return found[: len(leaves)]
+    def each(i: int, gradient: Tensor) -> Tensor | None:
+        take(i, gradient)
+        return None if gradient.is_sparse else gradient.new_zeros(()).expand_as(gradient)
+
+    with set_aside(parameters), ExitStack() as hooks:
+        for i, p in enumerate(parameters):
+            hooks.callback(p.register_hook(partial(each, i)).remove)
+        return torch.autograd.grad(roots, [*leaves, *parameters], of_roots, allow_unused=True)[: len(leaves)]
 
 
 class _TileResult(NamedTuple):

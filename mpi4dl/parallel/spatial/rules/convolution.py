@@ -14,6 +14,7 @@ from mpi4dl.geometry import Interval, Split, TransposedWindow, Window
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import HaloPlan, gather_axes
 from mpi4dl.parallel.spatial.redistribution import as_image
+from mpi4dl.parallel.spatial.rules.cpu_kernels import convolution_backward
 from mpi4dl.parallel.spatial.rules.windows import (
     Gradients,
     Mask,
@@ -66,50 +67,8 @@ def gradients(gradient: Tensor, x: Tensor, weight: Tensor, options: ConvolutionO
         found = x.new_zeros(x.shape), weight.new_zeros(weight.shape), of_bias
         return tuple(each if asked else None for each, asked in zip(found, mask, strict=True))
     bias_sizes = [gradient.shape[1]] if mask[2] else None
-    return torch.ops.aten.convolution_backward(gradient, x, weight, bias_sizes, *options, mask)
-
-
-def right_gradients_on_cpus() -> torch.library.Library:
-    """Let CPUs find gradients of convolutions' weights without those kernels that use memory beside their input.
-
-    Those of oneDNN, as of PyTorch 2.13, do where an image is narrower than a stride or a kernel, in volumes in float32
-    and in all of 16 bits, there also by dilated kernels: numbers come from what that memory held, or the process dies.
-    Plain PyTorch does it too, so this holds for every layer: on tiles, on what is not cut, in streaming.
-    """
-    library = torch.library.Library("aten", "IMPL")
-    kernel = torch.library.get_kernel("aten::convolution_backward", "CPU")
-
-    def backward(keys: Any, gradient: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *more: Any) -> Gradients:
-        *numbers, mask = more
-        stride, padding, dilation, transposed, _, groups = ConvolutionOptions(*numbers)
-        low = weight.dtype in (torch.bfloat16, torch.float16)
-        image, outputs = (gradient, x) if transposed else (x, gradient)
-        sides = list(zip(image.shape[2:], weight.shape[2:], stride, strict=True))
-        fits = all(n >= k + step - 1 for n, k, step in sides) and not (low and max(dilation) > 1)
-        known = low or (weight.dtype == torch.float32 and image.dim() == 5)
-        if fits or not known or not any(mask[1:]):
-            return kernel.call_boxed(keys, gradient, x, weight, bias_sizes, *more)
-        amounts: list[int] = []  # of pixels around the image, so that kernels fit into it
-        for (n, k, step), m, before, apart in zip(sides, outputs.shape[2:], padding, dilation, strict=True):
-            read = max((m - 1) * step + (k - 1) * apart + 1, step)
-            amounts = [before, read - n - before, *amounts]
-        padded, none = F.pad(image.float(), amounts), [0] * len(sides)
-        plain = outputs.float(), padded, weight.float(), None, stride, none, dilation, False, none, groups
-        found: list[Tensor | None] = [None] * 3
-        if mask[0]:  # asked for a bias, oneDNN finds the weight's too
-            found[0] = kernel.call_boxed(keys, gradient, x, weight, None, *numbers, [True, False, False])[0]
-        if mask[1]:
-            found[1] = kernel.call_boxed(keys, *plain, [False, True, False])[1].to(weight.dtype)
-        if mask[2]:
-            every = [dim for dim in range(gradient.dim()) if dim != 1]
-            found[2] = gradient.sum(every, dtype=torch.float32).to(gradient.dtype)
-        return tuple(found)
-
-    library.impl("convolution_backward", backward, "CPU", with_keyset=True)
-    return library
-
-
-RIGHT_GRADIENTS = right_gradients_on_cpus()  # as long as it is kept
+    function = convolution_backward if x.is_cpu else torch.ops.aten.convolution_backward
+    return function(gradient, x, weight, bias_sizes, *options, mask)
 
 
 # Layers of images of whose channels each rank has some: those that it has are treated as if they were all.

@@ -11,7 +11,7 @@ is what ranks tell each other in the backward pass.
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,13 +23,13 @@ from mpi4dl.comm.blocks import Blocks
 from mpi4dl.comm.exchange import Exchange, Like, narrow, shape_of
 from mpi4dl.geometry import Box
 from mpi4dl.parallel.spatial.grid import Layout
+from mpi4dl.parallel.spatial.rules.cpu_kernels import batch_norm_backward
 
 # A few numbers for each channel: each rank's sums of its pixels, and the moments of all ranks' pixels made of them.
 #
 # An operator of PyTorch's takes a microsecond or two for them, whatever it does: so there are to be few operators, and
 # on CPUs it is numpy that calculates, which takes a quarter of that.
 
-backward_of_batch_norm = torch.ops.aten.native_batch_norm_backward.default
 OTHERS = {ndim: ([d for d in range(ndim) if d != 1],) for ndim in range(2, 7)}  # all dims but that of channels
 BLOCK_PIXELS, BLOCK_NUMBERS = 1 << 13, 1 << 20  # sums of more float32 numbers in a row lose digits, caches end
 FEW_NUMBERS = 2 * BLOCK_PIXELS
@@ -52,24 +52,6 @@ def counts_of(counts: Sequence[int], dtype: torch.dtype, device: torch.device) -
     with torch.inference_mode(False):
         each = torch.tensor(counts, dtype=torch.int32, device=device)
         return each.to(dtype), each
-
-
-@lru_cache(maxsize=4096)
-def _usual_strides(shape: Sequence[int], memory_format: torch.memory_format) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta", memory_format=memory_format).stride()
-
-
-def settled(x: Tensor) -> Tensor:
-    """x, whose dims of one entry have the strides that its memory format gives them.
-
-    On CPUs the kernel of batch norm's backward pass finds the format of its arguments by those strides, too. Where it
-    finds other ones for a gradient and an image than they have, its results are wrong.
-    """
-    like = Like.of(x).memory_format
-    if not x.is_contiguous(memory_format=like):
-        return x
-    strides = _usual_strides(x.shape, like)
-    return x if x.stride() == strides else x.as_strided(x.shape, strides)
 
 
 def blocks_of(x: Tensor) -> Sequence[Tensor]:
@@ -233,10 +215,11 @@ class Kernels:
         own = own.float() if own.itemsize < 4 else own
         near = own.mean(*OTHERS[own.dim()])
         zeros, ones, _ = norm.constants(len(near), near.dtype, near.device)
-        found, shape = [], PER_CHANNEL[own.dim()]
+        found: list[Tensor] = []
+        shape = PER_CHANNEL[own.dim()]
         for block in (own,) if own.numel() <= FEW_NUMBERS else blocks_of(own):
             centred = block - near.view(shape)
-            found += backward_of_batch_norm(
+            found += batch_norm_backward(
                 centred, centred, ones, zeros, ones, None, None, False, 0.0, [False, True, True]
             )[1:]
         if len(found) == 2:
@@ -295,11 +278,10 @@ class Kernels:
         found: Tensor | None = None
         for gradient, x in parts:
             if x.numel():
-                if 1 in x.shape and gradient.stride() != x.stride():
-                    gradient, x = settled(gradient), settled(x)
                 # As PyTorch calls it in evaluation mode: with saved statistics that are empty, since CUDA's kernel
                 # takes what it finds there for the mean and 1/std (aten/src/ATen/native/cuda/Normalization.cu).
-                _, scaled, plain = backward_of_batch_norm(
+                function = batch_norm_backward if x.is_cpu else torch.ops.aten.native_batch_norm_backward.default
+                _, scaled, plain = function(
                     gradient, x, ones, mean, variance, nothing, nothing, False, norm.eps, [False, True, True]
                 )
                 sums = torch.stack((scaled, plain))

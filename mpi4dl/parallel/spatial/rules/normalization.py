@@ -1,17 +1,14 @@
 """Batch, group, instance, layer and root-mean-square norm with the statistics of the whole image."""
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from mpi4dl.comm.exchange import BACKWARD_TAG, CHANNELS_LAST, FORWARD_TAG, Exchange, LocalFunction, once_differentiable
 from mpi4dl.comm.packing import Piece
@@ -459,33 +456,3 @@ def _over_last_dims(
     x = x - x.mean(last, True) if function is F.layer_norm else x
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     return _affine(x * ((x * x).mean(last, True) + eps).rsqrt(), *affine).to(input.dtype)
-
-
-NEVER_REMOVED = -1  # the number of a hook: PyTorch counts from 0
-
-
-def right_gradients(model: nn.Module) -> None:
-    """Let batch and instance norms on plain tensors hand their kernel gradients that it reads right.
-
-    On CPUs PyTorch's kernel misreads the gradient of one image whose strides say that its channels come last, as behind
-    `flatten(2).transpose(1, 2)` and a linear layer. A copy in the usual order is read right. To instance norms all
-    images are one.
-    """
-    for module in model.modules():
-        if isinstance(module, _BatchNorm | _InstanceNorm) and _of_one_image not in module._forward_hooks.values():
-            module.register_forward_hook(_of_one_image)
-
-
-def _of_one_image(module: nn.Module, inputs: Any, output: Any) -> None:
-    if type(output) is not Tensor and (not isinstance(output, Tensor) or isinstance(output, SpatialTensor)):
-        return
-    if not output.requires_grad or not output.is_cpu or output.dim() <= 2:
-        return
-    if output.shape[0] != 1 and not isinstance(module, _InstanceNorm):
-        return
-    # As register_hook does, but for the handle by which a hook is removed, which takes half of its time.
-    if output._backward_hooks is None:
-        output._backward_hooks = OrderedDict()
-        if output.grad_fn is not None:
-            output.grad_fn._register_hook_dict(output)
-    output._backward_hooks[NEVER_REMOVED] = Tensor.contiguous
