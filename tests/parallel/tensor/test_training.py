@@ -145,7 +145,8 @@ class Uneven(nn.Module):
     ids=str,
 )
 def test_tokens_that_ranks_share_meet_parameters_that_they_share(ranks: Ranks, cut: dict[str, str]) -> None:
-    task = Task(Uneven, (LENGTH,), 4, tokens=VOCABULARY, loss=words_loss, styles=(("words", "vocabulary"), *cut.items()))
+    styles = (("words", "vocabulary"), *cut.items())
+    task = Task(Uneven, (LENGTH,), 4, tokens=VOCABULARY, loss=words_loss, styles=styles)
     check(ranks, task, replace(ONE, tensor=2, sequence=True))
 
 
