@@ -190,7 +190,7 @@ def _cut_as(asking: Layout, x: Tensor) -> Tensor:
     dims = x.layout.dims if isinstance(x, SpatialTensor) else ()
     tokens = x.dim() + TOKENS
     elsewhere = [axis for axis, dim in enumerate(dims) if dim not in (None, tokens, asking.dims[axis])]
-    return gather_axes(x, elsewhere) if elsewhere else x  # type: ignore[arg-type]
+    return gather_axes(x, elsewhere) if elsewhere else x
 
 
 @register(F.multi_head_attention_forward, flat=True)
