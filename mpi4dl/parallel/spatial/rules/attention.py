@@ -56,10 +56,9 @@ def scaled_dot_product_attention(
         local = cast(*(x.local for x in (query, key, value) if isinstance(x, SpatialTensor)))
         q, k, v = (x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:]) for x in local)
         return query.like(around.attend(q, k, v).reshape(local[0].shape))
-    num_queries, num_keys = query.shape[-2], key.shape[-2]
     spread = isinstance(query, SpatialTensor) and query.layout.cut(query.dim() - 2)
     if is_causal and (spread or dropout_p):
-        attn_mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril()
+        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
         is_causal = False
     if dropout_p:
         return _dropping(query, key, value, attn_mask, dropout_p, **options)
