@@ -28,6 +28,7 @@ class LabelForm:
         have_means: whether a weighted mean of two labels is a label, as mixup needs it.
         files: what labels are called that are files, each for an image; empty: they are no files.
         folders: the folders of images and of these files, beside each other.
+        of_values: whether these files have values of pixels, as images have, and no classes.
         column: the usual column of these files in a table, beside those of `samples.ROLES`.
     """
 
@@ -43,6 +44,7 @@ class LabelForm:
     have_means: bool = False
     files: str = ""
     folders: tuple[str, str] = ("", "")
+    of_values: bool = False
     column: str = ""
 
 
@@ -91,6 +93,7 @@ FORMS: Mapping[str, LabelForm] = {
             in_tables=False,
             files="target",
             folders=("inputs", "targets"),
+            of_values=True,
             column="target",
         ),
     )
@@ -100,3 +103,8 @@ FORMS: Mapping[str, LabelForm] = {
 def files_of(task: str | None) -> str:
     """What the labels of a task are called if they are files, such as mask; else nothing."""
     return "" if task is None or task not in FORMS else FORMS[task].files
+
+
+def of_values(task: str | None) -> bool:
+    """Whether the labels of a task are files with values of pixels, such as targets."""
+    return task is not None and task in FORMS and FORMS[task].of_values

@@ -18,7 +18,7 @@ from mpi4dl.datasets.files import (
     channel_names,
 )
 from mpi4dl.datasets.kinds import PICTURES, VOLUMES, FileKind
-from mpi4dl.datasets.labels import FORMS, LabelForm, files_of
+from mpi4dl.datasets.labels import FORMS, LabelForm, files_of, of_values
 from mpi4dl.datasets.listed import (
     LAYOUT,
     TRAINING,
@@ -215,7 +215,7 @@ def pair_table(root: Path, form: LabelForm, kind: FileKind, before: str = "") ->
     if paired_form(root) is not form:
         raise DatasetError(f"{root}: has {', '.join(subfolders(root)) or 'no folders'}; {form.where}")
     first, second = (root / name for name in form.folders)
-    suffixes = mask_suffixes(kind is VOLUMES) if form.task == "segment" else TARGET_SUFFIXES
+    suffixes = TARGET_SUFFIXES if form.of_values else mask_suffixes(kind is VOLUMES)
     images = _by_name(first, kind.below(first)[0], kind.suffixes)
     others = _by_name(second, [path.relative_to(second).as_posix() for path in files_below(second, suffixes)], suffixes)
     if not images:
@@ -261,7 +261,7 @@ class PairedFiles(SampleFiles):
         names = [str(row.annotation).replace("\\", "/") for row in table.rows]
         base = beside if (beside / names[0]).is_file() else root
         files = [File(name, known_size(base / name)) for name in names]
-        self.annotations = _Targets(base, files, channels="all") if table.task == "image" else ListedFiles(base, files)
+        self.annotations = _Targets(base, files, channels="all") if of_values(table.task) else ListedFiles(base, files)
 
     def lists(self) -> tuple[ListedFiles, ...]:
         return self, self.annotations
@@ -421,7 +421,7 @@ def open_files(
     """
 
     def paired(source: Path, root: Path, table: SampleTable) -> SampleFiles:
-        if table.task == "image":
+        if of_values(table.task):
             return TargetFiles(source, root, table, channels if isinstance(channels, tuple) else ())
         return MaskedFiles(source, root, table, kind, classes, num_classes, ignore_index, channels)
 

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from mpi4dl._wording import counted, some
 from mpi4dl.datasets.base import Dataset, DatasetError, Image, drawn, task_of
 from mpi4dl.datasets.kinds import PICTURES, FileKind
-from mpi4dl.datasets.labels import files_of
+from mpi4dl.datasets.labels import files_of, of_values
 from mpi4dl.datasets.samples import Sample, read_split_file, require_patients_apart
 from mpi4dl.datasets.table import found_in
 
@@ -361,7 +361,7 @@ def split_rows(
         rows = tuple(
             row._replace(split="val" if validates else "train") for row, validates in zip(rows, aside, strict=True)
         )
-        by = {"segment": "whether there are annotations", "image": ""}.get(task or "", "label")
+        by = "" if of_values(task) else "whether there are annotations" if files_of(task) else "label"
         of_patients = kind.tells_patients or any(row.patient != row.name for row in rows)
         how = ["by patient"] * of_patients + [f"stratified by {by}"] * bool(by)
         return rows, (f"split {', '.join(how) or 'at random'}",)

@@ -22,7 +22,7 @@ from mpi4dl._wording import counted, some
 from mpi4dl.datasets.arrays import is_cifar
 from mpi4dl.datasets.base import task_of
 from mpi4dl.datasets.kinds import PICTURES, VOLUMES
-from mpi4dl.datasets.labels import FORMS, files_of
+from mpi4dl.datasets.labels import FORMS, files_of, of_values
 from mpi4dl.datasets.listed import parts
 from mpi4dl.datasets.loader import Loader
 from mpi4dl.datasets.samples import COVARIATES, TABLE
@@ -148,14 +148,14 @@ class DataSource:
         if data.channels != "auto" and not (self.has_files and self.is_pictures and not self.of_slides):
             raise ConfigError(f"`channels` is for files of pictures, not for other {self.inputs}: leave it out")
         self.require_model()
-        if data.task == "image":
-            self._require_pictures()
+        if of_values(data.task):
+            self._require_pictures(data.task)
         model = self._config.model
         if isinstance(model.model, str) and page_of(model.model):
             return with_values(self._config, {"model_options": with_defaults(model.model, model.model_options)})
         return self._config
 
-    def _require_pictures(self) -> None:
+    def _require_pictures(self, task: str | None) -> None:
         """Raise ConfigError for what is not there to make images out of images."""
         wrong = None
         if self.reads_features or self.of_text:
@@ -172,7 +172,7 @@ class DataSource:
         elif self.slides.crops_on_classes:
             wrong = "has no classes: leave out `crops_on_classes`"
         if wrong is not None:
-            raise ConfigError(f"`task` image {wrong}")
+            raise ConfigError(f"`task` {task} {wrong}")
 
     def require_model(self) -> None:
         """Raise ValueError for a name of a model that there is not, before data is read and anything is counted."""
@@ -327,7 +327,7 @@ class DataSource:
             )
         sizes = list(some_sizes(training))
         if TASKS[task_of(training)].makes_images:
-            self._require_pictures()
+            self._require_pictures(task_of(training))
             scaled = int(getattr(in_whole(training)[0], "target_scale", 1))
             moved = {"rotate_degrees": self.data.rotate_degrees, "scale": self.data.scale != (1.0, 1.0)}
             for name in (name for name, asked in moved.items() if asked and scaled > 1):

@@ -13,6 +13,7 @@ from mpi4dl._wording import some
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets.base import task_of
 from mpi4dl.datasets.files import DEPTHS
+from mpi4dl.datasets.labels import of_values
 from mpi4dl.datasets.split import Named, fold_table, in_whole
 from mpi4dl.datasets.transform import Fit
 from mpi4dl.datasets.volumes import alike
@@ -253,7 +254,7 @@ def unlike_values(images: Any, trained_on: str | None) -> str | None:
     values = getattr(images, "values", None)
     if values is not None and trained_on is not None and not alike(values, trained_on):
         if values in DEPTHS:
-            what = "targets" if task_of(images) == "image" else "images"
+            what = "targets" if of_values(task_of(images)) else "images"
             return f"{what} have {DEPTHS[values]}, but training had {DEPTHS.get(trained_on or '', trained_on)}"
         if str(values).startswith("features"):
             return f"the slides have {values}, but training had {trained_on}: embed the slides by that model"

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from benchmarks.common.nodes import BURST_BYTES, ROOT, Cluster
 from mpi4dl.datasets.slides.compose import Cohort
 from tests.support.batch_scripts import SCRIPTS, Batch
-from tests.support.commands import TINY, TRAIN, train_command
-from tests.support.interrupted import WEIGHTS, assert_the_same_run
+from tests.support.commands import TINY, TRAIN, losses_of, train_command
+from tests.support.interrupted import WEIGHTS, assert_the_same_run, saved_steps
 
 RUN = (*TINY, "--num-samples", "16", "--epochs", "1", "--no-tensorboard")
 PLANS = {
@@ -85,13 +85,16 @@ def test_a_checkpoint_of_two_nodes_is_resumed_by_one(cluster: Cluster, tmp_path:
     assert (tmp_path / "run" / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
 
 
+@pytest.mark.parametrize("plan", ["--tiles 1x4", "--plan auto --resume auto"])
 @pytest.mark.exhaustive
-def test_the_job_ends_with_one_message_when_a_node_dies(cluster: Cluster, tmp_path: Path) -> None:
-    flags = (*RUN, "--epochs", "100000", "--tiles", "1x4", "--run-folder", str(tmp_path / "run"))
-    with cluster.start(2, *TRAIN, *flags) as job:
+def test_the_job_ends_with_one_message_when_a_node_dies(cluster: Cluster, tmp_path: Path, plan: str) -> None:
+    """By `--plan auto --resume auto` the same command goes on with the node that is left, as if nothing had been."""
+    flags = (*RUN, "--epochs", "100000", "--log-interval", "1")
+    go_on = (*flags, *plan.split(), "--run-folder", str(tmp_path / "run"), "--save-every", "2")
+    with cluster.start(2, *TRAIN, *go_on) as job:
         assert job.stdout is not None
         for line in job.stdout:
-            if "step 2" in line or "step  2" in line:
+            if "step 4 " in line:
                 break
         found = subprocess.run(
             ["ip", "netns", "pids", f"{cluster.prefix}nodeb"], capture_output=True, text=True, check=True, timeout=60
@@ -103,6 +106,11 @@ def test_the_job_ends_with_one_message_when_a_node_dies(cluster: Cluster, tmp_pa
     assert job.returncode != 0
     assert time.monotonic() - began < 300
     assert error.count("Traceback") <= 1, error
+    if "auto" in plan:
+        last = str(saved_steps(tmp_path / "run")[0] + 3)
+        assert train_command(2, *go_on, "--max-steps", last).code == 0
+        assert train_command(1, *flags, "--run-folder", str(tmp_path / "whole"), "--max-steps", last).code == 0
+        assert losses_of(tmp_path / "run") == pytest.approx(losses_of(tmp_path / "whole"), rel=1e-4)
 
 
 @pytest.mark.exhaustive

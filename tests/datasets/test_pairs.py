@@ -1,5 +1,6 @@
 """Pairs of pictures keep channels and depth, targets move as their inputs do, and mistakes are named."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from mpi4dl import datasets
 from mpi4dl.datasets import Augmentation, BadImage, DatasetError, Loader, View
 from mpi4dl.datasets.files import open_stored_picture
 from mpi4dl.datasets.kinds import PICTURES
+from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.sources import TargetFiles, open_files
 from mpi4dl.geometry import Box, Interval
 from mpi4dl.options.config import ConfigError, parse
@@ -164,6 +166,20 @@ def test_parts_of_a_folder(tmp_path: Path) -> None:
     pairs(tmp_path / "val", count=2)
     training, validation = datasets.open(tmp_path)
     assert (training.task, len(training), len(validation)) == ("image", 3, 2)
+
+
+def test_targets_of_another_task_are_values_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers ask the form of labels what its files hold, not for the name of a task."""
+    form = replace(FORMS["image"], task="depth", files="depth", folders=("images", "depths"), column="depth")
+    monkeypatch.setitem(FORMS, "depth", form)  # type: ignore[arg-type]
+    pairs(tmp_path)
+    for before, after in zip(("inputs", "targets"), form.folders, strict=True):
+        (tmp_path / before).rename(tmp_path / after)
+    lines = [f"images/p{n}.png,depths/p{n}.tif" for n in range(3)]
+    (tmp_path / "pairs.csv").write_text("\n".join(["image,depth", *lines]))
+    for found in (open_files(tmp_path), open_files(tmp_path / "pairs.csv", task="depth")):
+        assert isinstance(found, TargetFiles)
+        assert (found.task, found.values, len(found)) == ("depth", "uint16", 3)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from mpi4dl._wording import counted, some
 from mpi4dl.datasets.base import BadImage, DatasetError, LastMade, Pixels, printable
 from mpi4dl.datasets.kinds import SLIDES
+from mpi4dl.datasets.labels import files_of, of_values
 from mpi4dl.datasets.listed import ListedFiles, mask_as_text
 from mpi4dl.datasets.samples import COVARIATES, read_samples
 from mpi4dl.datasets.slides.masks import MaskOptions, SlideMasks, Tell, quietly
@@ -78,10 +79,10 @@ class SlideFolder(SampleFiles):
         super().__init__(source, root, found, self.kind)
         self.options = options
         self.pixels: SlideMasks | SlideTargets | None = None  # labels of pixels
-        if found.task == "segment":
-            self.pixels = SlideMasks(source, root, found.rows, options.masks, classes, tell)
-        elif found.task == "image":
+        if of_values(found.task):
             self.pixels = SlideTargets(source, root, found.rows)
+        elif files_of(found.task):
+            self.pixels = SlideMasks(source, root, found.rows, options.masks, classes, tell)
         if self.pixels is not None:
             self.classes, self.values = self.pixels.classes, self.pixels.values
             self.remarks = (*self.remarks, *self.pixels.remarks)
