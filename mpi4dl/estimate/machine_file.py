@@ -72,7 +72,7 @@ def load_machine(path: str) -> Machine:
     if not isinstance(links, list) or not all(isinstance(link, dict) for link in links):
         raise ConfigError(f"{path}: `links` are tables: begin each of them with [[links]]")
     found = config_from_tables(_File, tables, path)
-    levels = (config_from_tables(_Links, {"links": link}, path).links for link in links)
+    levels = [config_from_tables(_Links, {"links": link}, path).links for link in links]
     collectives = {name.replace("_", "-"): factor for name, factor in asdict(found.collectives).items()}
     with saying(path):
         links = tuple(LinkLevel(**asdict(level)) for level in levels)

@@ -332,7 +332,7 @@ def _short(text: str, most: int = 60) -> str:
 def tables_of_file(path: str, flag: str) -> dict[str, Any]:
     """The tables of a TOML file that was given by a flag. Raises ConfigError."""
     try:
-        return tomllib.loads(read_regular(Path(path)).decode())
+        return tomllib.loads(read_regular(Path(path)).decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{flag} {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -142,7 +142,7 @@ def tensor_styles(parallel: Parallel) -> dict[str, str] | None:
     if name is None:
         return None
     with saying(f"`tensor_styles` {name}", OSError, ValueError, RecursionError):
-        found = tomllib.loads(read_regular(Path(name)).decode())
+        found = tomllib.loads(read_regular(Path(name)).decode("utf-8-sig"))
     if not all(isinstance(style, str) for style in found.values()):
         raise ConfigError(f'`tensor_styles` {name}: expected lines such as "blocks.*.up" = "column"')
     return found

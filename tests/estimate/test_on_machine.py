@@ -64,7 +64,7 @@ def test_a_file_that_describes_none_is_refused_with_its_name(tmp_path: Path, tex
     path.write_text(text)
     with pytest.raises(ConfigError, match=said) as refused:
         load_machine(str(path))
-    assert str(path) in str(refused.value)
+    assert str(refused.value).count(str(path)) == 1
 
 
 FEW_TILES = [(1, 1, 2), (1, 1, 8), (1, 2, 4), (2, 1, 2), (2, 2, 2), (4, 1, 2), (1, 2, 5), (1, 3, 3)]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpi4dl.options.config import Config, ConfigError, parse, shared_options, to_toml
-from mpi4dl.options.declare import options_of
+from mpi4dl.options.declare import options_of, tables_of_file
 from tests.support.brute_force import patient
 
 Write = Callable[[str], str]
@@ -174,6 +174,12 @@ def test_a_file_that_is_no_toml_is_refused_with_the_place(write: Write, tmp_path
     assert "line 2" in refusal("--config", file)
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     assert "is not valid TOML" in refusal("--config", str(tmp_path / "binary.toml"))
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    """As Notepad of Windows writes it."""
+    (tmp_path / "marked.toml").write_text("[data]\nbatch_size = 4\n", "utf-8-sig")
+    assert tables_of_file(str(tmp_path / "marked.toml"), "--config") == {"data": {"batch_size": 4}}
 
 
 names = st.text(min_size=1).filter(lambda text: text.strip())

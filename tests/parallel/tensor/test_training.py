@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpi4dl import models
@@ -114,6 +115,39 @@ def test_sequence(ranks: Ranks, name: str) -> None:
     task = replace(task_for(plan), size=(length,))
     outcomes = check(ranks, task, replace(plan, sequence=True), tokens_of_a_norm)
     assert [outcome.watched for outcome in outcomes] == [{share} - {0} for share in shares]
+
+
+class Uneven(nn.Module):
+    """Attention, a convolution along tokens, and norms of all tokens of a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 2
+        self.words, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+        self.query, self.key, self.value = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.wide, self.norm = nn.Conv1d(8, 6, 3, padding=1), nn.GroupNorm(2, 6)
+        self.narrow, self.each = nn.Conv1d(6, 8, 1), nn.InstanceNorm1d(8, affine=True, track_running_stats=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        q, k, v = (
+            layer(x).unflatten(-1, (self.num_heads, 4)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        x = x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = x + self.each(self.narrow(self.norm(self.wide(x.mT)).tanh())).mT
+        logits: Tensor = self.head(x)
+        return logits
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [{}, {"key": "heads", "value": "heads"}, {"wide": "column"}, {"wide": "row", "narrow": "row"}],
+    ids=str,
+)
+def test_tokens_that_ranks_share_meet_parameters_that_they_share(ranks: Ranks, cut: dict[str, str]) -> None:
+    styles = (("words", "vocabulary"), *cut.items())
+    task = Task(Uneven, (LENGTH,), 4, tokens=VOCABULARY, loss=words_loss, styles=styles)
+    check(ranks, task, replace(ONE, tensor=2, sequence=True))
 
 
 class Moves(TorchDispatchMode):

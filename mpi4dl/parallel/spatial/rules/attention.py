@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from mpi4dl.geometry import Split
 from mpi4dl.parallel.spatial.alignment import part_of
 from mpi4dl.parallel.spatial.grid import Factor, Flat, Layout
-from mpi4dl.parallel.spatial.halo import gather_dim
+from mpi4dl.parallel.spatial.halo import gather_axes, gather_dim
 from mpi4dl.parallel.spatial.rules.windows import cast
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, local_part, refusal, register, wrap
 
@@ -56,16 +56,16 @@ def scaled_dot_product_attention(
         local = cast(*(x.local for x in (query, key, value) if isinstance(x, SpatialTensor)))
         q, k, v = (x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:]) for x in local)
         return query.like(around.attend(q, k, v).reshape(local[0].shape))
-    num_queries, num_keys = query.shape[-2], key.shape[-2]
     spread = isinstance(query, SpatialTensor) and query.layout.cut(query.dim() - 2)
     if is_causal and (spread or dropout_p):
-        attn_mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril()
+        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
         is_causal = False
     if dropout_p:
         return _dropping(query, key, value, attn_mask, dropout_p, **options)
     lead = next((x for x in (query, key, value) if isinstance(x, SpatialTensor)), attn_mask)
     assert isinstance(lead, SpatialTensor)
     asking = _layout_of_queries(name, query, lead)
+    key, value = (_cut_as(asking, x) for x in (key, value))
     beside = asking.moved(lambda dim: None if dim == query.dim() - 2 else dim)
     if options.get("enable_gqa") and query.shape[-3] != key.shape[-3]:
         fewer = _of_fewer_heads(beside, query.dim() - 3, query.shape[-3] // key.shape[-3])
@@ -182,6 +182,14 @@ def _layout_of_queries(name: str, query: Tensor, lead: SpatialTensor) -> Layout:
     if lead.dim() != query.dim():
         raise refusal(name, "a query that every rank has differs in its number of dims from what is spread")
     return lead.layout.narrow.moved(lambda dim: None if dim == tokens else dim)
+
+
+def _cut_as(asking: Layout, x: Tensor) -> Tensor:
+    """Keys or values with all along each axis that cuts other dims of queries, or none; tokens are gathered later."""
+    dims = x.layout.dims if isinstance(x, SpatialTensor) else ()
+    tokens = x.dim() + TOKENS
+    elsewhere = [axis for axis, dim in enumerate(dims) if dim not in (None, tokens, asking.dims[axis])]
+    return gather_axes(x, elsewhere) if elsewhere else x
 
 
 @register(F.multi_head_attention_forward, flat=True)

@@ -130,6 +130,8 @@ def with_cut_channels(function: Any, convolution: Convolve, out: int = 0) -> Con
         if not isinstance(weight, SpatialTensor):
             return function(with_all_features(input), weight, bias, *args, **options)  # type: ignore[arg-type]
         grid, split = weight.layout.grid, weight.layout.tiling.splits[-1]
+        if layout is not None and layout.dims[-1] not in (None, dim):  # ranks share tokens
+            input = with_all_features(input)  # type: ignore[arg-type]
         if groups == 1 and shared(weight, out):
             x = with_all_features(input) if shared(input, dim) else input  # type: ignore[arg-type]
             y = function(x, weight.local, _own(bias, weight, split), *args, **options)

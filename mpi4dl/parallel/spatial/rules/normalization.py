@@ -416,7 +416,8 @@ def _norm_by_sample(layout: Layout, shape: Sequence[int], size: int, eps: float)
     """Of rows of this many channels each, samples and groups are the channels, and what is behind them moved by one."""
     others = [n for d, n in enumerate(shape) if d > 1 and d not in layout.dims]
     inner = layout.grid.intern(layout.with_dims(None if not dim else dim + 1 for dim in layout.dims))
-    return Norm(inner, inner, sharers(layout, layout.grid.space, size * math.prod(others)), eps)
+    within = [axis for axis in layout.grid.axes if layout.dims[axis] != 0]
+    return Norm(inner, inner, sharers(layout, within, size * math.prod(others)), eps)
 
 
 @register(F.layer_norm, torch.layer_norm, flat=True)
