@@ -118,6 +118,23 @@ def plain_losses(
     return plain_steps(torch.optim.SGD(model.parameters(), lr=config.optimizer.lr), losses)
 
 
+def assert_plain(
+    run: Path, flags: Sequence[str], build: Callable[[int], nn.Module], loss: Any, fit: Any = None, **measured: Any
+) -> None:
+    """A run in float64 has the losses and the weights of plain PyTorch."""
+    model = None
+
+    def kept(channels: int) -> nn.Module:
+        nonlocal model
+        model = build(channels)
+        return model
+
+    expected = plain_losses(flags, kept, loss, fit, **measured)
+    assert losses_of(run) == pytest.approx(expected, rel=1e-9)
+    assert model is not None
+    torch.testing.assert_close(load_file(run / "model.safetensors"), dict(model.state_dict()), rtol=1e-9, atol=1e-11)
+
+
 def plain_steps(optimizer: torch.optim.Optimizer, losses: Iterable[Tensor]) -> list[float]:
     """A plain loop makes a step with each loss, which is to be computed when it is asked for."""
     found = []

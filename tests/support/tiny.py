@@ -1,12 +1,15 @@
 """A network that commands train on slides in a second: layers of every kind that `small_resnet` has, each once."""
 
 from collections import OrderedDict
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from mpi4dl import models
 from mpi4dl.models.resnet import BasicBlock, ClassifierHead
 
 TINY_RESNET = f"{__file__}:tiny_resnet"  # as an option names it
+IN_FLOAT64 = f"{__file__}:in_float64"
 
 
 def tiny_resnet(num_classes: int, num_filters: int = 4) -> nn.Sequential:
@@ -18,3 +21,14 @@ def tiny_resnet(num_classes: int, num_filters: int = 4) -> nn.Sequential:
     layers["stage1_block1"] = BasicBlock(width, 2 * width, stride=2)
     layers["head"] = ClassifierHead(2 * width, num_classes, "max")
     return nn.Sequential(layers)
+
+
+def in_float64(num_classes: int, in_channels: int, name: str, **options: Any) -> nn.Module:
+    """A model of mpi4dl in float64, whatever images are."""
+    model = models.build(name, num_classes, in_channels=in_channels, **options).double()
+    return nn.Sequential(OrderedDict(wider=Wider(), model=model))
+
+
+class Wider(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.double()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import mpi4dl
 from mpi4dl import models
 from mpi4dl._numbers import Damaged
+from mpi4dl._torchvision import import_torchvision
 from mpi4dl.checkpoints.weights import open_weights, without_adapters
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets import Loader
@@ -293,6 +294,30 @@ def test_weights_alone_say_what_they_are_merged_to(tmp_path: Path) -> None:
     save_file(state, tmp_path / "damaged.safetensors")
     with pytest.raises(Damaged, match=r"the adapter of 0\.weight cannot be merged: "):
         without_adapters(open_weights(str(tmp_path / "damaged.safetensors"))).read("0.weight")
+
+
+def test_adapters_are_those_of_peft() -> None:
+    """By the same values the same steps, to rounding; names in checkpoints are theirs."""
+    import_torchvision()  # which peft imports by way of transformers
+    peft = pytest.importorskip("peft")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        ours = models.build("vit", 3, in_channels=2, image_size=16, num_layers=2, hidden=8, num_heads=2).double()
+        x, labels = torch.randn(4, 2, 16, 16, dtype=torch.float64), torch.tensor([0, 1, 2, 0])
+        base = copy.deepcopy(ours)
+        add_lora(ours, 3, 6, ["query", "up"])
+        asked = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["query", "up"], modules_to_save=["head"])
+        theirs = peft.get_peft_model(base, asked)
+    learnt = {f"base_model.model.{name}": p for name, p in ours.named_parameters() if p.requires_grad}
+    assert not peft.set_peft_model_state_dict(theirs, learnt).unexpected_keys
+    for model in (ours, theirs):
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+        for _ in range(3):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), labels).backward()
+            optimizer.step()
+    torch.testing.assert_close(theirs(x), ours(x), rtol=EXACT, atol=EXACT)
+    assert_close(peft.get_peft_model_state_dict(theirs), learnt)
 
 
 class Home(nn.Module):

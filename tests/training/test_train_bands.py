@@ -18,13 +18,15 @@ from mpi4dl.comm import Communicator
 from mpi4dl.options.config import parse
 from tests.datasets.test_bands import TILED, raster, write
 from tests.pool.ranks import Ranks
-from tests.support.commands import losses_of, made_whole, plain_losses, read_rows, run_train, words
+from tests.support.commands import assert_plain, losses_of, made_whole, read_rows, run_train, words
+from tests.support.tiny import IN_FLOAT64, in_float64
 
 COMMON = (
     "--image-size 32 --batch-size 2 --num-workers 0 --epochs 1 --fit crop --eval-every none --log-interval 1 --lr 0.02 "
     "--optimizer SGD --optimizer-options momentum=0 --lr-schedule constant --mean measured --flip all --images"
 )
 UNET: dict[str, int] = {"num_filters": 4, "depth": 2}
+OUTPUTS = {"classify": 2, "segment": 3, "image": 4}
 MODELS = {"classify": ("resnet_v1", {"num_filters": 4, "depth": 8}), "segment": ("unet", UNET), "image": ("unet", UNET)}
 
 
@@ -57,9 +59,8 @@ def measured() -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def plain_model(task: str, channels: int = 6) -> nn.Module:
-    outputs = {"classify": 2, "segment": 3, "image": 4}[task]
     name, options = MODELS[task]
-    return models.build(name, outputs, in_channels=channels, **options)
+    return models.build(name, OUTPUTS[task], in_channels=channels, **options)
 
 
 def flags_of(root: Path, task: str) -> list[str]:
@@ -76,10 +77,12 @@ PLANS = ["--tiles 1x2", "--tiles 2x2", "--tiles 1x2 --data 2 --zero 2", "--tiles
 @pytest.mark.sample(2)
 def test_training_by_every_plan(ranks: Ranks, tmp_path: Path, plan: str, task: str) -> None:
     flags = flags_of(tmp_path / "rasters", task)
-    run = run_train(ranks, tmp_path / "run", *flags, plan)
+    name, options = MODELS[task]
+    said = ",".join(f"{option}={value}" for option, value in {"name": name, **options}.items())
+    run = run_train(ranks, tmp_path / "run", *flags, "--model", IN_FLOAT64, "--model-options", said, plan)
     loss, (mean, std) = F.l1_loss if task == "image" else F.cross_entropy, measured()
-    expected = plain_losses(flags, partial(plain_model, task), loss, mean=mean, std=std)
-    assert losses_of(run) == pytest.approx(expected, rel=1e-4)
+    build = partial(in_float64, OUTPUTS[task], name=name, **options)
+    assert_plain(run, flags, build, loss, mean=mean, std=std)
 
 
 def test_a_run_goes_on_with_its_numbers(ranks: Ranks, tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ from mpi4dl.inference.masks import MappedFile
 from mpi4dl.results import open as open_results
 from tests.datasets.test_pairs import picture, write
 from tests.pool.ranks import Ranks, RanksFailed
-from tests.support.commands import losses_of, made_whole, plain_losses, read_rows, run_train, words
+from tests.support.commands import assert_plain, losses_of, made_whole, plain_losses, read_rows, run_train, words
+from tests.support.tiny import IN_FLOAT64, in_float64
 
 COMMON = (
     "--model unet --model-options num_filters=4,depth=2 --image-size 32x48 --batch-size 2 --num-workers 0 --epochs 1 "
@@ -58,8 +59,10 @@ PLANS = ["--tiles 1x2", "--tiles 2x2", "--tiles 1x2 --data 2 --zero 2", "--tiles
 @pytest.mark.sample(2)
 def test_training_by_every_plan(ranks: Ranks, tmp_path: Path, plan: str) -> None:
     flags = words(COMMON, write_pairs(tmp_path / "pairs", "float32"))
-    run = run_train(ranks, tmp_path / "run", *flags, plan)
-    assert losses_of(run) == pytest.approx(plain_losses(flags, plain_model, F.l1_loss, "crop"), rel=1e-4)
+    wide = "--model", IN_FLOAT64, "--model-options name=unet,num_filters=4,depth=2"
+    run = run_train(ranks, tmp_path / "run", *flags, *wide, plan)
+    build = partial(in_float64, 3, name="unet", num_filters=4, depth=2)
+    assert_plain(run, flags, build, F.l1_loss, "crop")
 
 
 def test_a_run_goes_on_on_other_tiles(ranks: Ranks, tmp_path: Path) -> None:
