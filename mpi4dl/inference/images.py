@@ -252,7 +252,12 @@ def open_files_of_run(comm: Communicator, trained: TrainedOptions, folder: Path,
         indices = [i for i, row in enumerate(split.rows) if row.split == part]
         if not indices:
             raise DatasetError(f"`part` {part}: {kept}: no sample is for {part}")
-        return Subset(split, indices), f"the {len(indices)} {part} {split.kind.nouns} of the run"
+        contents = {each.file: each.content for each in RunSamples.read(kept).samples}
+        changed = [split.name(i) for i in indices if contents.get(split.name(i)) not in (None, _content(split, i))]
+        told = f", of which {counted(len(changed), 'has', 'have')} other content since: {some(changed, 5)}"
+        return Subset(
+            split, indices
+        ), f"the {len(indices)} {part} {split.kind.nouns} of the run{told if changed else ''}"
 
     found, which = _shared(comm, opened)
     comm.agree(difference(found, trained.about))
@@ -287,6 +292,10 @@ def open_to_evaluate(
     return open_labelled(comm, trained, images, columns)
 
 
+def _content(whole: Any, index: int) -> tuple[int, int | None]:
+    return whole.files[index].num_bytes, whole.fingerprint(index)
+
+
 def seen_before(images: Any, folder: Path) -> list[str]:
     """Warnings about patients that the run in this folder trained on, or chose its weights by; and about samples of no
     such patient that it did so with, by the bytes of their files, and of slides by their names. Raises ConfigError.
@@ -302,7 +311,7 @@ def seen_before(images: Any, folder: Path) -> list[str]:
         if row.patient in of_patient and (named or row.patient != row.name):
             patients[of_patient[row.patient]].add(row.patient)
             continue
-        content = (whole.files[index].num_bytes, whole.fingerprint(index)) if hasattr(whole, "files") else None
+        content = _content(whole, index) if hasattr(whole, "files") else None
         part = (of_name.get(row.name) if named else None) or of_content.get(content)
         if part is not None:
             samples[part].add(row.name)

@@ -8,6 +8,7 @@ from datetime import datetime
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ from mpi4dl.datasets.sources import open_files
 from mpi4dl.datasets.split import Subset
 from mpi4dl.evaluate import evaluate
 from mpi4dl.export import export
-from mpi4dl.inference.images import seen_before
+from mpi4dl.inference.images import open_files_of_run, seen_before
 from mpi4dl.inference.options import Inference, Inputs, Placing, placed
 from mpi4dl.options.config import Config
 from mpi4dl.options.declare import ConfigError, from_keywords
@@ -341,6 +342,20 @@ def test_pictures_of_training_are_known_by_their_bytes(tmp_path: Path) -> None:
         "warning: 1 image was trained on: a.png",
         "warning: 1 image was used for validation: b.png",
     ]
+
+
+def test_files_of_a_run_that_changed_since_are_named(tmp_path: Path) -> None:
+    for part in ("train", "val"):
+        paths = [path for name in CLASSES for path in write_images(tmp_path / "images" / part / name, 2)]
+    found = open_files(tmp_path / "images")
+    about = SimpleNamespace(task="classify", channels=3, classes=found.classes, options={}, values=found.values)
+    about.input_values = None
+    trained: Any = SimpleNamespace(files=lambda: open_files(tmp_path / "images", classes=found.classes), about=about)
+    RunSamples.of(*found.split(fraction=0.5, seed=0)).write(tmp_path)
+    assert open_files_of_run(world(), trained, tmp_path, "val")[1] == "the 6 val images of the run"
+    paths[-1].write_bytes(paths[0].read_bytes())
+    told = "the 6 val images of the run, of which 1 has other content since: val/tumour/more/1.png"
+    assert open_files_of_run(world(), trained, tmp_path, "val")[1] == told
 
 
 def test_files_of_two_parts_are_known_by_their_bytes(tmp_path: Path) -> None:
