@@ -38,6 +38,7 @@ def export(source: Path, out: Path) -> list[str]:
     from mpi4dl.checkpoints.storage import Spec, StorageLayout, write
     from mpi4dl.checkpoints.weights import average_of, open_weights, weights_in, with_average, without_adapters
     from mpi4dl.parallel.replicas.buckets import Shard
+    from mpi4dl.results.runs import no_run
     from mpi4dl.runs.description import FILE, Description, described_by
     from mpi4dl.runs.folder import BEST
 
@@ -49,7 +50,7 @@ def export(source: Path, out: Path) -> list[str]:
         raise ValueError(f"{out}: there is no folder {out.parent}; make it first")
     file, skipped = (source, []) if of_file else weights_in(source)
     if not file.is_file():
-        raise ValueError(f"{source} is neither a run of mpi4dl train with weights nor a checkpoint")
+        raise ValueError(no_run(source))
     stored, of_average = open_weights(str(file)), None if of_file else average_of(file.parent)
     for name, first in stored.metadata.items():
         if name not in (CLASSES, ABOUT) and stored.ties.get(name) != first:

@@ -27,6 +27,13 @@ def fold_folders(folder: Path) -> dict[int, Path]:
     return dict(sorted(of.items()))
 
 
+def no_run(path: Path) -> str:
+    """That a path is no run with weights, and which is to be named."""
+    folds = fold_folders(path)
+    remedy = f"the run of a fold, such as {next(iter(folds.values()))}" if folds else "the --run-folder of the training"
+    return f"{path} is neither a run of mpi4dl train with weights nor a checkpoint of one: name {remedy}"
+
+
 class FolderResults:
     """What a folder has: that of a run, or one that `mpi4dl predict` or `mpi4dl evaluate` wrote.
 

@@ -38,6 +38,7 @@ from mpi4dl.options.sources import source_of
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.results.formats import as_object, parse_object, reading
 from mpi4dl.results.names import CONFIG
+from mpi4dl.results.runs import no_run
 from mpi4dl.runs.assembly import OWN_PARTS, ModelAssembly
 from mpi4dl.tasks.task import TASKS
 
@@ -294,10 +295,7 @@ def folder_of(comm: Communicator, source: Path) -> Path:
             raise ConfigError(f"{source}: there is no such file or folder{nearest(source.name, beside)}")
         folder = next((path for path in (source, *source.absolute().parents[:2]) if (path / CONFIG).is_file()), None)
         if folder is None:
-            raise ConfigError(
-                f"{source} is neither a run of mpi4dl train with weights nor a checkpoint of one: name the "
-                "--run-folder of the training"
-            )
+            raise ConfigError(no_run(source))
     assert folder is not None
     return folder
 

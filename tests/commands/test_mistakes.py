@@ -79,6 +79,7 @@ MISTAKES: list[tuple[str, tuple[str, ...]]] = [
     ("predict --images flat", ("name the folder of a run", "RUN_OR_WEIGHTS --images FOLDER")),
     ("predict nowhere --images flat", ("nowhere", "no such file or folder")),
     ("evaluate photos", ("photos is neither a run", "--run-folder")),
+    ("predict folds --images flat", ("folds is neither a run", "name the run of a fold, such as folds/fold_1")),
     ("generate --prompt x", ("name the folder of a run, or a checkpoint first", "RUN_OR_CHECKPOINT")),
 ]
 
@@ -90,6 +91,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_images(root / "photos", count=2)
     write_images(root / "one", classes=("only",), count=3)
     (root / "flat").mkdir()
+    (root / "folds" / "fold_1").mkdir(parents=True)
+    (root / "folds" / "fold_1" / "config.toml").touch()
     PIL.Image.new("RGB", (40, 40)).save(root / "flat" / "0.png")
     (root / "notes.txt").write_text("hello")
     (root / "mine.py").write_text(OWN)
