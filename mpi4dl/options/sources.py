@@ -164,7 +164,7 @@ class DataSource:
         elif self.size != AUTO and len(self.size) != 2:
             wrong = f"is for pictures, but `image_size` has {counted(len(self.size), 'number')}: give two"
         elif self.patch is not None:
-            wrong = "makes whole images, and `patches` give one answer for all: leave it out"
+            wrong = "makes whole images, and `patches` gives one answer for all: leave it out"
         elif self.data.fit in ("resize", "own"):
             wrong = f"trains on pixels as they are, and `fit` {self.data.fit} does not: choose crop or pad"
         elif self.data.random_crop:

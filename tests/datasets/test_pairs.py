@@ -248,7 +248,7 @@ def test_a_wrong_pair_that_nobody_looked_at_is_found_when_it_is_read(tmp_path: P
     [
         ("--features some", "`task` image is for pairs of pictures or slides, not for features"),
         ("--image-size 8x8x8", "`task` image is for pictures, but `image_size` has 3 numbers"),
-        ("--patches 32", "`task` image makes whole images, and `patches` give one answer for all"),
+        ("--patches 32", "`task` image makes whole images, and `patches` gives one answer for all"),
         ("--fit resize", "`fit` resize does not: choose crop or pad"),
         ("--fit own --batch-size 1", "`fit` own does not: choose crop or pad"),
         ("--random-crop", "`random_crop` scales them"),
