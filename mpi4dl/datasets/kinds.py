@@ -100,9 +100,7 @@ def _slides_of_dicom(files: Sequence[Path]) -> Sequence[Sequence[Path]]:
 PICTURES = FileKind(
     "image", SUFFIXES, not_read=(*_OTHER_PICTURES, *_OTHER_SLIDES, *_OTHER_VOLUMES, DICOM, ".nii", ".nii.gz", ".npy")
 )
-VOLUMES = FileKind(
-    "volume", tuple(VOLUME_SUFFIXES), series.grouped, not_read=(*_OTHER_VOLUMES, *ZARR_SUFFIXES, ".h5", ".czi", ".lif")
-)
+VOLUMES = FileKind("volume", tuple(VOLUME_SUFFIXES), series.grouped, not_read=(*_OTHER_VOLUMES, ".h5", ".czi", ".lif"))
 SLIDES = FileKind(
     "slide",
     WHOLE_SLIDES,

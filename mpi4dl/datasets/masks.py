@@ -51,15 +51,17 @@ class Mask:
 def open_stored(path: Path, volumes: bool = False) -> Image:
     """A file of a mask, its header read and its pixels not. Raises BadImage."""
     with blaming(path):
-        if is_zarr(path):
+        if is_zarr(path) and not volumes:
             from mpi4dl.datasets import zarrs
 
             image = zarrs.ZarrImage(path)
             return _one_channel(path, image, len(image.bands), image.read)
-        with open_regular(path) as file:
-            magic = file.read(4)
-        if not magic:
-            raise BadImage(path, "is empty (0 bytes)")
+        magic = b""
+        if not is_zarr(path):
+            with open_regular(path) as file:
+                magic = file.read(4)
+            if not magic:
+                raise BadImage(path, "is empty (0 bytes)")
         if volumes:
             volume = open_volume(path)
             return _one_channel(path, volume, volume.channels, volume.stored)

@@ -4,6 +4,7 @@
     .npz           unpacked whole
     .tif, .tiff    mapped where pages are one block without compression; else the pages of the box's depth are decoded
     .nii, .nii.gz  NIfTI by nibabel: the box, if it is not compressed; axes (x, y, z) become depth z, rows y, columns x
+    .zarr          arrays and OME-Zarr: the chunks that the box touches are decoded
     .dcm           series of DICOM by pydicom: the slices of the box are decoded, see series.py
 
 All have the depth first, then rows and columns; channels, if there are any, are before or behind these.
@@ -22,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mpi4dl._files import open_regular
-from mpi4dl.datasets import series, tiff
+from mpi4dl.datasets import series, tiff, zarrs
 from mpi4dl.datasets.base import BadImage, Opened, Slices, Values, blaming, finite, package, unit_values
-from mpi4dl.datasets.files import DICOM, check_unpacked, is_dicom
+from mpi4dl.datasets.files import DICOM, ZARR_SUFFIXES, check_unpacked, is_dicom, is_zarr
 from mpi4dl.geometry import Interval
 
 AXES = 3
@@ -67,7 +68,7 @@ def open_volume(path: Path) -> "VolumeFile":
     with blaming(path):
         if not path.is_dir():
             open_regular(path).close()
-        of_dicom = DICOM if path.is_dir() or is_dicom(path) else None
+        of_dicom = DICOM if not is_zarr(path) and (path.is_dir() or is_dicom(path)) else None
         suffix = of_dicom or next((suffix for suffix in VOLUME_SUFFIXES if path.name.lower().endswith(suffix)), None)
         if suffix is None:
             raise BadImage(path, f"is no volume: those end in {' '.join(VOLUME_SUFFIXES)}")
@@ -209,4 +210,5 @@ VOLUME_SUFFIXES: Mapping[str, Callable[[Path], Opened]] = {
     ".nii": _open_nifti,
     ".nii.gz": _open_nifti,
     DICOM: series.open_series,
+    **dict.fromkeys(ZARR_SUFFIXES, zarrs.open_volume),
 }

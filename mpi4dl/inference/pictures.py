@@ -20,7 +20,7 @@ from mpi4dl.geometry import Interval, ceil_div
 from mpi4dl.inference.masks import MappedFile, write_png
 
 ZARR = ".zarr"
-CHUNK_PX = 512
+CHUNK_PX, CHUNK_DEPTH = 512, 16
 
 
 def scale_of(made: Sequence[int], sizes: Iterable[Sequence[int]]) -> int:
@@ -49,14 +49,18 @@ def tiff_header(
     return lambda file: file.seek(tifffile.imwrite(file, **how)[0])
 
 
-def write_zarr(path: Path, pixels: npt.NDArray[Any]) -> None:
-    """Write an image in a folder of OME-Zarr 0.5: (channels, rows, columns), or (rows, columns). Raises OSError."""
+def write_zarr(path: Path, pixels: npt.NDArray[Any], space: str = "yx") -> None:
+    """Write an image, (rows, columns) or with channels behind, or by `space` zyx a volume, as a folder of OME-Zarr 0.5.
+
+    Channels become the first axis. Raises OSError.
+    """
     zarr = package("zarr", f"{path}: writing Zarr", "mpi4dl[zarr]")
-    values = pixels if pixels.ndim == 2 else np.moveaxis(pixels, -1, 0)
-    axes, new = "cyx"[-values.ndim :], path.with_name(f"{hidden_name(path)}.new")
+    values = pixels if pixels.ndim == len(space) else np.moveaxis(pixels, -1, 0)
+    axes, new = f"c{space}"[-values.ndim :], path.with_name(f"{hidden_name(path)}.new")
     named = [{"name": axis, "type": "channel" if axis == "c" else "space"} for axis in axes]
     level = {"path": "0", "coordinateTransformations": [{"type": "scale", "scale": [1.0] * len(axes)}]}
-    chunks = [min(CHUNK_PX, side) if axis in "yx" else 1 for axis, side in zip(axes, values.shape, strict=True)]
+    most = {"y": CHUNK_PX, "x": CHUNK_PX, "z": CHUNK_DEPTH, "c": 1}
+    chunks = [min(most[axis], side) for axis, side in zip(axes, values.shape, strict=True)]
     try:
         with naming(path):
             group = zarr.open_group(store=str(new), mode="w")

@@ -452,7 +452,7 @@ class _Masks(Predicting):
         self.num_windows = [0, 0]  # that show tissue, and in all
         self.suffix = self.suffix if len(self.model.trained.size) == 2 else ARRAY
         found = self._form()
-        self.form = found if self.suffix == PICTURE else ""
+        self.form = found if self.suffix == PICTURE or found == ZARR else ""
         self.suffix = self.form or self.suffix
         frame = "x".join(map(str, self.model.trained.size))
         return [f"{self.size_of_masks}; larger {self.noun}s are seen by windows of {frame}"]
@@ -464,7 +464,8 @@ class _Masks(Predicting):
         depth = "uint8" if len(self.model.classes) <= 256 else "uint16"
         size, tags = self.images.image(index).size, self._tags(index)
         if self.form == ZARR:
-            return lambda path: MappedFile(path, size, depth, encode=write_zarr)
+            space = "zyx"[-len(size) :]
+            return lambda path: MappedFile(path, size, depth, encode=partial(write_zarr, space=space))
         return lambda path: MappedFile(path, size, depth, tiff_header(path, size, depth, tags))
 
     def _records(self) -> Iterator[dict[int, Record]]:

@@ -10,9 +10,10 @@ import pytest
 
 from mpi4dl.datasets.base import BadImage, DatasetError
 from mpi4dl.datasets.files import open_image, open_stored_picture
-from mpi4dl.datasets.kinds import PICTURES
+from mpi4dl.datasets.kinds import PICTURES, VOLUMES
 from mpi4dl.datasets.listed import class_folders
 from mpi4dl.datasets.masks import open_stored
+from mpi4dl.datasets.volumes import open_volume
 from mpi4dl.geometry import Interval
 
 VALUES = np.random.default_rng(0).integers(0, 60000, (5, 40, 30)).astype(np.uint16)  # channels, rows, columns
@@ -65,6 +66,24 @@ def test_boxes_have_the_values_that_are_stored(zarr: Any, kind: str, version: in
     assert np.allclose(some, whole[..., [3, 1]])
     with pytest.raises(BadImage, match="5 channels"):
         open_image(path)
+
+
+@pytest.mark.parametrize(("axes", "channels"), [("", 1), ("zyx", 1), ("tczyx", 3), ("xyzc", 3), ("czyx", 3)], ids=str)
+def test_boxes_of_volumes(zarr: Any, axes: str, channels: int, tmp_path: Path) -> None:
+    values = VALUES[:channels, :12].reshape(channels, 6, 2, 30).repeat(4, 2) // 3  # channels, depth, rows, columns
+    stored = values[0] if channels == 1 else values.transpose(["czyx".index(each) for each in axes if each != "t"])
+    path = tmp_path / "a" / "v.ome.zarr"
+    if "t" in axes:
+        write_ome(zarr, path, stored[None], axes)
+    else:
+        write(zarr, path, stored.astype(">u2"), (2,) * stored.ndim, dimension_names=[*axes] or None)
+    found = open_volume(path)
+    assert (found.size, found.channels, found.values) == ((6, 8, 30), channels, "over 65535")
+    box = found.read(Interval(1, 5), Interval(0, 3), Interval(7, 30))
+    assert np.allclose(box, np.moveaxis(values, 0, -1)[1:5, :3, 7:30] / np.float32(65535))
+    assert VOLUMES.below(tmp_path)[0] == ["a/v.ome.zarr"]
+    if channels == 1:
+        assert np.array_equal(open_stored(path, True).read(*(Interval(0, n) for n in found.size)), values[0])
 
 
 def test_names_of_axes_count_more_than_shapes(zarr: Any, tmp_path: Path) -> None:
