@@ -157,7 +157,12 @@ def _of_safetensors(path: Path) -> WeightSource:
     metadata = file.metadata() or {}
     ties = {name: first for name, first in metadata.items() if first in shapes and name not in (CLASSES, ABOUT)}
     shapes |= {name: shapes[first] for name, first in ties.items()}
-    return WeightSource(str(path), shapes, lambda name: file.get_tensor(ties.get(name, name)), metadata, ties)
+
+    def read(name: str) -> Tensor:  # opened for each, so that what was read of the file does not stay in memory
+        with safe_open(path, framework="pt") as file:
+            return file.get_tensor(ties.get(name, name))
+
+    return WeightSource(str(path), shapes, read, metadata, ties)
 
 
 def _of_pickle(path: Path) -> WeightSource:
