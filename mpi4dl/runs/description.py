@@ -38,7 +38,6 @@ from mpi4dl.options.sources import source_of
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.results.formats import as_object, parse_object, reading
 from mpi4dl.results.names import CONFIG
-from mpi4dl.results.runs import no_run
 from mpi4dl.runs.assembly import OWN_PARTS, ModelAssembly
 from mpi4dl.tasks.task import TASKS
 
@@ -295,6 +294,8 @@ def folder_of(comm: Communicator, source: Path) -> Path:
             raise ConfigError(f"{source}: there is no such file or folder{nearest(source.name, beside)}")
         folder = next((path for path in (source, *source.absolute().parents[:2]) if (path / CONFIG).is_file()), None)
         if folder is None:
+            from mpi4dl.results.runs import no_run
+
             raise ConfigError(no_run(source))
     assert folder is not None
     return folder

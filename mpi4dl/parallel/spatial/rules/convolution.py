@@ -14,7 +14,6 @@ from mpi4dl.geometry import Interval, Split, TransposedWindow, Window
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import HaloPlan, gather_axes
 from mpi4dl.parallel.spatial.redistribution import as_image
-from mpi4dl.parallel.spatial.rules.cpu_kernels import convolution_backward
 from mpi4dl.parallel.spatial.rules.windows import (
     Gradients,
     Mask,
@@ -67,8 +66,7 @@ def gradients(gradient: Tensor, x: Tensor, weight: Tensor, options: ConvolutionO
         found = x.new_zeros(x.shape), weight.new_zeros(weight.shape), of_bias
         return tuple(each if asked else None for each, asked in zip(found, mask, strict=True))
     bias_sizes = [gradient.shape[1]] if mask[2] else None
-    function = convolution_backward if x.is_cpu else torch.ops.aten.convolution_backward
-    return function(gradient, x, weight, bias_sizes, *options, mask)
+    return torch.ops.aten.convolution_backward(gradient, x, weight, bias_sizes, *options, mask)
 
 
 # Layers of images of whose channels each rank has some: those that it has are treated as if they were all.

@@ -1,7 +1,7 @@
 """Backward passes of convolutions and batch norms on CPUs, where PyTorch's kernels, as of 2.13, are wrong.
 
 PyTorch calls these in place of its own as soon as this module is imported. So they hold for every layer: on tiles, on
-what is not cut, in streaming. To call them by name saves the way there, some microseconds.
+what is not cut, in streaming.
 """
 
 import warnings

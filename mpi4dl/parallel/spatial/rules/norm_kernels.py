@@ -23,13 +23,14 @@ from mpi4dl.comm.blocks import Blocks
 from mpi4dl.comm.exchange import Exchange, Like, narrow, shape_of
 from mpi4dl.geometry import Box
 from mpi4dl.parallel.spatial.grid import Layout
-from mpi4dl.parallel.spatial.rules.cpu_kernels import batch_norm_backward
+from mpi4dl.parallel.spatial.rules.cpu_kernels import CPU, OF_BATCH_NORM, batch_norm_backward
 
 # A few numbers for each channel: each rank's sums of its pixels, and the moments of all ranks' pixels made of them.
 #
 # An operator of PyTorch's takes a microsecond or two for them, whatever it does: so there are to be few operators, and
 # on CPUs it is numpy that calculates, which takes a quarter of that.
 
+backward_of_batch_norm = torch.ops.aten.native_batch_norm_backward.default  # of any device
 OTHERS = {ndim: ([d for d in range(ndim) if d != 1],) for ndim in range(2, 7)}  # all dims but that of channels
 BLOCK_PIXELS, BLOCK_NUMBERS = 1 << 13, 1 << 20  # sums of more float32 numbers in a row lose digits, caches end
 FEW_NUMBERS = 2 * BLOCK_PIXELS
@@ -219,8 +220,8 @@ class Kernels:
         shape = PER_CHANNEL[own.dim()]
         for block in (own,) if own.numel() <= FEW_NUMBERS else blocks_of(own):
             centred = block - near.view(shape)
-            found += batch_norm_backward(
-                centred, centred, ones, zeros, ones, None, None, False, 0.0, [False, True, True]
+            found += OF_BATCH_NORM.call_boxed(
+                CPU, centred, centred, ones, zeros, ones, None, None, False, 0.0, [False, True, True]
             )[1:]
         if len(found) == 2:
             return near, found[0], found[1]
@@ -280,7 +281,7 @@ class Kernels:
             if x.numel():
                 # As PyTorch calls it in evaluation mode: with saved statistics that are empty, since CUDA's kernel
                 # takes what it finds there for the mean and 1/std (aten/src/ATen/native/cuda/Normalization.cu).
-                function = batch_norm_backward if x.is_cpu else torch.ops.aten.native_batch_norm_backward.default
+                function = batch_norm_backward if x.is_cpu else backward_of_batch_norm
                 _, scaled, plain = function(
                     gradient, x, ones, mean, variance, nothing, nothing, False, norm.eps, [False, True, True]
                 )
