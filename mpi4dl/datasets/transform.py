@@ -279,9 +279,9 @@ class View:
     `fit` says how an image, of whatever format, fills it: "resize" to exactly this size, or "crop" a window of this
     size (padded where the image is smaller, pictures with white, others with 0), or "pad", where the image begins at
     the upper left corner and may not be larger. By "own" each image has a view of its own size, `for_image`, in which
-    it is padded to multiples of 32 px. Without an `augmentation` the view is the centre, unchanged: what validation
-    wants. By a quarter turn the image fills a frame whose last two sides are swapped, which is then turned; or patches
-    of `patch` px, if given, are turned where they are. `covariates` are columns whose cells stand beside a sample.
+    it is padded to multiples of `stride` px. Without an `augmentation` the view is the centre, unchanged, as in
+    validation. By a quarter turn the image fills a frame whose last two sides are swapped, which is then turned; or
+    patches of `patch` px, if given, are turned where they are. `covariates` are columns with cells beside a sample.
 
     Raises:
         ValueError: a size, a fit, or a mean and std that cannot be.
@@ -297,6 +297,7 @@ class View:
     patch: int | None = None
     augment: tuple["NamedTransform", ...] = ()
     covariates: tuple["Covariate", ...] = ()
+    stride: int = STRIDE_PX
 
     def __post_init__(self) -> None:
         if min(self.size) < 1:
@@ -311,7 +312,7 @@ class View:
         if not self.own_sizes:
             return self
         sides = _swapped(size) if variation is not None and variation.transposed else size
-        return replace(self, size=tuple(ceil_div(side, STRIDE_PX) * STRIDE_PX for side in sides), fit="pad")
+        return replace(self, size=tuple(ceil_div(side, self.stride) * self.stride for side in sides), fit="pad")
 
     @property
     def own_sizes(self) -> bool:
@@ -443,17 +444,21 @@ class View:
         inner = inner.swapaxes(2, 3) if variation.transposed else inner
         return planes_of(inner.swapaxes(1, 2).reshape(rows * scale, cols * scale, -1))
 
-    def mask(self, mask: npt.NDArray[Any] | Image, variation: Variation | None = None) -> npt.NDArray[Any]:
+    def mask(
+        self, mask: npt.NDArray[Any] | Image, variation: Variation | None = None, values: bool = False
+    ) -> npt.NDArray[Any]:
         """The mask (..., height, width) of an image, transformed like the image: (..., *size).
 
         It is cropped, resized, flipped and turned with its image; resizing takes the nearest value, since a mean of two
         classes is none of them. Where a crop reaches beyond the image, integers are -100, which PyTorch's losses
-        ignore, and floating point is not-a-number. Of a mask that is read, it is the part that is shown.
+        ignore, and floating point is not-a-number; `values` of pixels, which are no mask, are 0. Of a
+        mask that is read, it is the part that is shown.
 
         Raises:
             BadImage: the file of a mask cannot be decoded.
         """
         shown = _MaskPixels(mask, len(self.size))
+        shown.outside = 0 if values else shown.outside
         found = self.pixels(shown, *(Interval(0, side) for side in self.size), variation=variation)
         return np.ascontiguousarray(np.moveaxis(found, -1, 0)).reshape(*shown.others, *self.size)
 

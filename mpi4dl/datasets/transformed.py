@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from mpi4dl.datasets.augment import Blend, Mixup, Variation
-from mpi4dl.datasets.base import IGNORED, BadImage, Dataset, DatasetError, Image, drawn
+from mpi4dl.datasets.base import IGNORED, BadImage, Dataset, DatasetError, Image, drawn, task_of
 from mpi4dl.datasets.files import StoredPicture
+from mpi4dl.datasets.labels import of_values
 from mpi4dl.datasets.split import Subset, in_whole
 from mpi4dl.datasets.transform import View
 from mpi4dl.datasets.volumes import lies_elsewhere, other_axes
@@ -309,7 +310,7 @@ class _Reading:
                         found.append(torch.from_numpy(self.view.target(label, variation)))
                         continue
                     mask = label.numpy() if isinstance(label, torch.Tensor) else label
-                    shown = torch.from_numpy(self.view.mask(mask, variation))
+                    shown = torch.from_numpy(self.view.mask(mask, variation, of_values(task_of(self.dataset))))
             found.append(shown)
         like = next((label for label in found if label is not None), torch.full(self.view.size, IGNORED))
         nothing = torch.full_like(like, IGNORED if self._is_mask(like) else 0)

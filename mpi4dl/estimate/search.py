@@ -5,7 +5,6 @@ search       the best, by samples a second, each with as little to save memory a
 """
 
 import shlex
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -19,6 +18,7 @@ from torch import nn
 from mpi4dl._progress import Tell, quietly
 from mpi4dl._wording import aligned, counted
 from mpi4dl.estimate.plan_estimate import Estimator, Measurement, PlanEstimate
+from mpi4dl.parallel.costs.cost_model import OutOfTime
 from mpi4dl.parallel.costs.machine import Machine
 from mpi4dl.parallel.inputs import space_of
 from mpi4dl.parallel.plan import Plan
@@ -150,13 +150,13 @@ def search(
     plans: Iterable[Plan],
     most_bytes: float = float("inf"),
     tell: Tell = quietly,
-    seconds: float = float("inf"),
+    until: float = float("inf"),
 ) -> Ranking:
     """All plans by samples a second; of those that are equally fast, the one that needs less memory first.
 
-    After so many `seconds`, those that were looked at.
+    `until` says when to be content with those that were looked at, by time.monotonic.
     """
-    found = promising(estimator, list(plans), most_bytes, tell, time.monotonic() + seconds)
+    found = promising(estimator, list(plans), most_bytes, tell, until)
     if not found:
         raise ValueError("no plan is for so many ranks and such batches: raise `batch_size`, or choose fewer `ranks`")
     fitting = sorted(
@@ -215,19 +215,20 @@ def estimates(
     """The estimate of each of these plans; None for one that is refused. All are timed in TIMING_SECONDS.
 
     With less than `most_bytes` of memory, a plan may come back with more to save memory than it had. Plans that are not
-    reached `until` then, by time.monotonic, have none.
+    done `until` then, by time.monotonic, have none, but for the first.
     """
     shapes = {site for plan in plans for site in estimator.sites(plan)}
     seconds = max(LEAST_SECONDS, TIMING_SECONDS / max(1, len(shapes)))
-    estimator.profiler = replace(estimator.profiler, site_seconds=seconds)
     found: list[PlanEstimate | None] = []
-    for number, plan in enumerate(plans):
-        if time.monotonic() > until:
-            break
-        tell("plans that were timed and simulated", number, len(plans))
-        found.append(None)
-        with suppress(ValueError, RuntimeError):  # a schedule, or batch norm, that cannot be
-            found[-1] = estimator.estimate(plan, most_bytes)
+    with suppress(OutOfTime):
+        for number, plan in enumerate(plans):
+            limit = until if any(found) else float("inf")
+            estimator.profiler = replace(estimator.profiler, site_seconds=seconds, until=limit)
+            tell("plans that were timed and simulated", number, len(plans))
+            made = None
+            with suppress(ValueError, RuntimeError):  # a schedule, or batch norm, that cannot be
+                made = estimator.estimate(plan, most_bytes)
+            found.append(made)
     return found
 
 

@@ -15,12 +15,13 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.base import BadImage, printable
 from mpi4dl.datasets.loader import Loader
 from mpi4dl.datasets.split import Named
-from mpi4dl.datasets.transform import Fit, View, as_fit
+from mpi4dl.datasets.transform import STRIDE_PX, Fit, View, as_fit
 from mpi4dl.datasets.transformed import Batch, TransformedImages
 from mpi4dl.engine import BatchOutputs, Runner
 from mpi4dl.geometry import Box
 from mpi4dl.inference.masks import FITS
 from mpi4dl.inference.options import Inference, placed
+from mpi4dl.inference.pictures import stride_of
 from mpi4dl.inference.quantization import round_weights
 from mpi4dl.options.config import ConfigError, facts
 from mpi4dl.options.sources import unstained
@@ -108,6 +109,7 @@ class Predictor:
                 with comm.together((ValueError, TypeError)):
                     model = outline(lambda: self.trained.build(about.num_outputs, about.channels))
                 self.remarks.append(round_weights(held, model))
+            self.stride = self._stride() if self.task.makes_images and self.fit == "own" else STRIDE_PX
             self.runner = Runner(held, self.plan, comm=comm, precision=self.trained.precision)
         self.runner.executor.progress = lambda doing: self.patience.feed()
 
@@ -124,13 +126,25 @@ class Predictor:
         size = "x".join(map(str, self.trained.size))
         known = ", ".join(map(printable, self.about.classes[:10])) + " ..." * (len(self.about.classes) > 10)
         what = f"{self.trained.name} to {self.about.task}" + (f": {known}" if known else "")
-        at_own = "each image at its own size" if self.task.makes_images and self.fit == "own" else ""
+        at_own = ""
+        if self.task.makes_images and self.fit == "own":
+            padded = f", padded to multiples of {self.stride} px" if self.stride > 1 else ""
+            at_own = f"each image at its own size{padded}"
         shown = at_own or self.assembly.source.described or f"images of {size}"
         return [f"{self.weights}: {what}; {shown}; {self.plan.describe()}", *self.remarks]
 
     @property
     def task(self) -> Task:
         return self.trained.task
+
+    def _stride(self) -> int:
+        """Of how many pixels the sides of images of their own size are multiples: as few as a model of images takes."""
+        outputs, channels = self.about.num_outputs, self.about.channels
+
+        def found() -> int:
+            return stride_of(outline(lambda: self.trained.build(outputs, channels)), channels, self.task.predictions)
+
+        return self.comm.from_first(found, (ValueError, TypeError))
 
     @property
     def by_windows(self) -> bool:
@@ -168,7 +182,7 @@ class Predictor:
         for remark in told if self.comm.rank == 0 else ():
             print(remark, flush=True)
         with self.comm.together((ValueError, TypeError)):
-            view = trained.view(self.fit)
+            view = replace(trained.view(self.fit), stride=self.stride)
         loader = Loader(
             images,
             view,

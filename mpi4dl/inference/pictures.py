@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import PIL.Image
+import torch
+from torch import Tensor, nn
 
 from mpi4dl._files import hidden_name, naming, remove
 from mpi4dl.comm import Refusal
@@ -16,21 +18,49 @@ from mpi4dl.datasets.base import Pixels, package
 from mpi4dl.datasets.colour import WHITE
 from mpi4dl.datasets.files import SCALES, StoredPicture, as_rgb
 from mpi4dl.datasets.transform import STRIDE_PX
-from mpi4dl.geometry import Interval, ceil_div
+from mpi4dl.geometry import Interval
 from mpi4dl.inference.masks import MappedFile, write_png
+from mpi4dl.parallel.pipeline.decisions import trial
+from mpi4dl.parallel.pipeline.split import image_dtype
 
 ZARR = ".zarr"
 CHUNK_PX, CHUNK_DEPTH = 512, 16
 
 
 def scale_of(made: Sequence[int], sizes: Iterable[Sequence[int]]) -> int:
-    """How many times as large as inputs of these sizes, padded, outputs of up to this size are. Raises Refusal."""
-    seen = [max(ceil_div(side, STRIDE_PX) * STRIDE_PX for side in sides) for sides in zip(*sizes, strict=True)]
+    """How many times as large as inputs of these sizes outputs of up to this size are. Raises Refusal."""
+    seen = [*map(max, zip(*sizes, strict=True))]
     scale = made[0] // seen[0]
     if scale not in SCALES or [scale * side for side in seen] != [*made]:
         told, shown = ("x".join(map(str, each)) for each in (made, seen))
         raise Refusal(f"the model's outputs have {told} pixels for images of {shown}: expected as many, 2 or 4 times")
     return scale
+
+
+TRIED_PX, REMAINDERS = 256, 8
+
+
+def stride_of(model: nn.Module, channels: int, pictures: Callable[[Any], Tensor]) -> int:
+    """Of how many pixels the sides of images are multiples that this model, on the meta device, makes pictures of.
+
+    It is 1 for a model that takes any size, and at most that of most models. Dry runs with sides of different
+    remainders find it.
+    """
+
+    def takes(*sides: int) -> bool:
+        image = torch.empty(1, channels, *sides, dtype=image_dtype(model), device="meta")
+        try:
+            with torch.no_grad(), trial(model), torch.device("meta"):
+                made = pictures(model.eval()(image))
+            return scale_of(made.shape[2:], [sides]) > 0
+        except (RuntimeError, ValueError, AssertionError, TypeError, LookupError):
+            return False
+
+    def takes_multiples_of(stride: int) -> bool:
+        sides = [TRIED_PX + stride * more for more in range(REMAINDERS)]
+        return all(takes(*each) for each in zip(sides, sides[::-1], strict=True))
+
+    return next(filter(takes_multiples_of, (1, 2, 4, 8, 16)), STRIDE_PX)
 
 
 def suffix_of(depth: str | None, channels: int) -> str:

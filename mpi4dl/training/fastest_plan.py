@@ -4,6 +4,7 @@ It is searched as by `mpi4dl plan --ranks N`; the times of layers are kept for t
 microbatch, their number stays as it is: a plan never changes what is trained.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -54,7 +55,11 @@ def require_open(parallel: Parallel) -> None:
 
 
 def choose(work: Workload, places: Sequence[NodeMemory], ranks_per_node: int) -> FastestPlan:
-    """The fastest plan for ranks at these places. Raises ValueError where none fits."""
+    """The fastest plan for ranks at these places. Raises ValueError where none fits.
+
+    Plans that are simple are looked at first, since the time may be over before others are.
+    """
+    until = time.monotonic() + SEARCH_SECONDS
     limit = int(min(each.num_bytes / places.count(each) for each in places) / REFUSED)
     asked = Searched(ranks=len(places), ranks_per_node=ranks_per_node, memory=limit)
     given = work.plan().num_microbatches
@@ -64,7 +69,8 @@ def choose(work: Workload, places: Sequence[NodeMemory], ranks_per_node: int) ->
         if couples or work.parallel.microbatches > 1:
             plans = [each for each in plans if each.num_microbatches == given]
         found.estimator.streams = False
-        ranking = search(found.estimator, plans, found.most_bytes, tell, SEARCH_SECONDS)
+        plans.sort(key=lambda plan: (plan.num_stages, -plan.data))
+        ranking = search(found.estimator, plans, found.most_bytes, tell, until)
     if not ranking.best:
         raise ConfigError(
             f"no plan for {counted(len(places), 'rank')} fits into {mebibytes(limit)} of each: the smallest needs "
@@ -73,4 +79,5 @@ def choose(work: Workload, places: Sequence[NodeMemory], ranks_per_node: int) ->
         )
     best, fitting = ranking.best[0], counted(len(ranking.best), "plan")
     told = f"`plan` auto: {best}, the fastest of {fitting} that fit"
+    told += " and were looked at in a minute" if time.monotonic() > until else ""
     return best.options(work.parallel, work.training.accumulate), told

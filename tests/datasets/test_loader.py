@@ -8,6 +8,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from torch.nn import functional as F
 
 from mpi4dl import datasets
 from mpi4dl.datasets import Augmentation, BadImage, DatasetError, Loader, View
@@ -192,6 +193,10 @@ def test_masks_of_floating_point_are_no_numbers_beyond_the_image():
     (batch,) = Loader(Labelled(masks), View((13, 10), "crop"), 1, WHOLE).epoch(0)
     assert batch.labels.shape == (1, 2, 13, 10)
     assert batch.labels.isnan().sum() == 2 * 10
+    targets = Labelled(masks)
+    targets.task = "image"
+    (batch,) = Loader(targets, View((13, 10), "crop"), 1, WHOLE).epoch(0)
+    assert torch.equal(batch.labels, F.pad(torch.ones(1, 2, *SIZE), (0, 0, 0, 1)))
 
 
 @pytest.mark.parametrize(

@@ -146,19 +146,16 @@ def plain_steps(optimizer: torch.optim.Optimizer, losses: Iterable[Tensor]) -> l
     return found
 
 
-def made_whole(
-    model: nn.Module, x: Tensor, run: Path | None = None, scale: int = 1, beyond: float = 0.0, by: Any = (0.5, 0.25)
-) -> Tensor:
+def made_whole(model: nn.Module, x: Tensor, run: Path | None = None, by: Any = (0.5, 0.25)) -> Tensor:
     """What a model, with the last weights of a run, makes of a whole image of shares (channels, H, W).
 
-    It is padded with the value `beyond` to multiples of 32 px, and normalised `by` a mean and a deviation.
+    It is normalised `by` a mean and a deviation.
     """
     if run is not None:
         model.load_state_dict(load_file(max((run / "checkpoints").glob("*/model.safetensors"))))
-    height, width = x.shape[1:]
-    x, (mean, std) = F.pad(x, (0, -width % 32, 0, -height % 32), value=beyond), by
+    mean, std = by
     with torch.no_grad():
-        made: Tensor = model.eval()(((x - mean) / std)[None])[0, :, : scale * height, : scale * width]
+        made: Tensor = model.eval()(((x - mean) / std)[None])[0]
     return made
 
 

@@ -109,3 +109,13 @@ def test_what_fits_no_rank_is_refused_with_what_it_needs() -> None:
     work = with_samples(parse([*RUN, *SMALL]))
     with pytest.raises(ConfigError, match=r"^no plan for 2 ranks fits into 0.4 MiB of each: the smallest needs [1-9]"):
         choose(work, [NodeMemory("a", 1 << 20), NodeMemory("a", 1 << 20)], 2)
+
+
+def test_without_time_the_simplest_plan_that_was_looked_at_is_chosen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("mpi4dl.training.fastest_plan.SEARCH_SECONDS", -1.0)
+    found, told = choose(with_samples(parse([*RUN, *SMALL])), [NodeMemory("a", 1 << 34)] * 4, 4)
+    assert (found["data"], found["stages"]) == (4, 1)
+    assert re.search(r"the fastest of [1-9]\d* plans? that fit and were looked at in a minute$", told)

@@ -107,7 +107,7 @@ def use(comm: Communicator, run: Path, images: Path, out: Path) -> list[str]:
 
 
 def made_by(run: Path, number: int) -> Tensor:
-    """What the plain model makes of a whole raster, padded with 0 to multiples of 32 px as it is: (bands, H, W)."""
+    """What the plain model makes of a whole raster: (bands, H, W)."""
     values, (mean, std) = raster_of(number), (torch.tensor(each) for each in measured())
     x = torch.from_numpy((values / 32767).astype(np.float32))
     x = torch.where(torch.from_numpy(values == -9999), mean, x).permute(2, 0, 1)

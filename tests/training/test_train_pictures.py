@@ -25,6 +25,7 @@ from mpi4dl.datasets.masks import open_stored
 from mpi4dl.geometry import Interval
 from mpi4dl.inference import pictures
 from mpi4dl.inference.masks import MappedFile
+from mpi4dl.parallel.pipeline.split import outline
 from mpi4dl.results import open as open_results
 from tests.datasets.test_pairs import picture, write
 from tests.pool.ranks import Ranks, RanksFailed
@@ -90,7 +91,7 @@ def use(
 
 
 def reference(run: Path, pairs: Path, name: str) -> tuple[Tensor, Tensor]:
-    """What the plain model makes of a whole image, padded to multiples of 32 px as it is; and the target."""
+    """What the plain model makes of a whole image; and the target."""
     values = np.asarray(PIL.Image.open(pairs / "inputs" / f"{name}.png")) / 65535
     made = made_whole(plain_model(), torch.from_numpy(values.astype(np.float32))[None], run)
     path = next((pairs / "targets").glob(f"{name}.*"))
@@ -306,11 +307,55 @@ def test_pictures_larger_than_their_inputs(ranks: Ranks, tmp_path: Path, monkeyp
         name = Path(row["image"]).stem
         x = torch.from_numpy(tifffile.imread(tmp_path / f"pairs/inputs/{name}.tif"))[None]
         target = torch.from_numpy(tifffile.imread(tmp_path / f"pairs/targets/{name}.tif")).permute(2, 0, 1)
-        made = made_whole(model, x, scale=2)
+        made = made_whole(model, x)
         assert np.allclose(tifffile.imread(out / row["prediction"]), made.permute(1, 2, 0), rtol=0, atol=1e-5)
         psnr = metrics.peak_signal_noise_ratio(target.numpy(), made.numpy(), data_range=1)
         assert float(rows[name]["psnr"]) == pytest.approx(psnr, rel=1e-5)
         assert float(rows[name]["seams"]) == pytest.approx(seams_of(made, 32, 0, 2), rel=1e-4)
+
+
+class OfMultiples(nn.Sequential):
+    """A model of images whose sides are multiples of 4 px."""
+
+    def __init__(self, num_classes: int, in_channels: int) -> None:
+        inner = nn.Conv2d(16 * in_channels, 16 * num_classes, 3, padding=1)
+        super().__init__(nn.PixelUnshuffle(4), inner, nn.PixelShuffle(4))
+
+
+class Looking(nn.Conv2d):
+    """A model that looks at values, which a dry run has not."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) if input.sum() > 0 else input
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        (lambda: nn.Conv2d(1, 3, 3, padding=1), 1),
+        (lambda: nn.Sequential(nn.Conv2d(1, 12, 3, padding=1), nn.PixelShuffle(2)), 1),
+        (lambda: OfMultiples(3, 1), 4),
+        (lambda: nn.Sequential(nn.Conv2d(1, 3, 3, stride=2, padding=1), nn.Upsample(scale_factor=2)), 2),
+        (lambda: Looking(1, 3, 3, padding=1), 32),
+    ],
+)
+def test_images_are_padded_no_more_than_a_model_needs(build: Callable[[], nn.Module], expected: int) -> None:
+    assert pictures.stride_of(outline(build), 1, lambda outputs: outputs) == expected
+
+
+def test_pictures_of_a_model_that_takes_some_sizes(ranks: Ranks, tmp_path: Path) -> None:
+    pairs, out = write_pairs(tmp_path / "pairs", "float32"), tmp_path / "out"
+    model = "--model", f"{__name__}:{OfMultiples.__name__}"
+    flags = COMMON.replace("--model unet --model-options num_filters=4,depth=2", "")
+    run = run_train(ranks, tmp_path / "run", *model, flags, pairs, "--max-steps 1")
+    assert ranks(2).run(use, run, pairs, out, {"tiles": "1x2"}) == [[], []]
+    for row in read_rows(out / "predictions.csv"):
+        name = Path(row["image"]).stem
+        values = np.asarray(PIL.Image.open(pairs / "inputs" / f"{name}.png")) / np.float32(65535)
+        height, width = values.shape
+        padded = F.pad(torch.from_numpy(values)[None], (0, -width % 4, 0, -height % 4))
+        made = made_whole(OfMultiples(3, 1), padded, run)[:, :height, :width].permute(1, 2, 0)
+        assert np.allclose(tifffile.imread(out / row["prediction"]), made, rtol=0, atol=1e-5)
 
 
 def test_pictures_of_zarr_are_zarr(ranks: Ranks, tmp_path: Path) -> None:

@@ -227,6 +227,10 @@ class MissingTimings(LookupError):
     """A file of timings has none of a model's units, which are not to be timed, nor assumed, instead."""
 
 
+class OutOfTime(Exception):
+    """The time of a `Profiler` is over."""
+
+
 @dataclass(frozen=True)
 class Profiler:
     """Finds the costs of units at sites: counts by dry runs, and seconds timed here, from a file, or by rates.
@@ -238,6 +242,7 @@ class Profiler:
         gflops: the assumed speed of a rank, for costs by FLOPs alone.
         machine: another one than this. Its links count, and if it has `flops_per_second`, nothing is timed.
         small: large sites follow from few small ones, so that thousands of plans can be looked at.
+        until: by `time.monotonic`, when to raise `OutOfTime` rather than to count or time what is not known.
     """
 
     store: Store = field(default_factory=Store)
@@ -246,6 +251,7 @@ class Profiler:
     gflops: float = GFLOPS
     machine: Machine | None = None
     small: bool = False
+    until: float = math.inf
 
     @classmethod
     def of_user(cls, **options: Any) -> "Profiler":
@@ -311,6 +317,7 @@ class Profiler:
         facts = {"what": ["counts of units", *UnitCosts._fields], **_facts(cuttable, site), **versions()}
         known = self.store.get(facts)
         if known is None:
+            self._require_time()
             found = count_units(cuttable, site)
             self.store.put(facts, found)
             return found
@@ -321,6 +328,7 @@ class Profiler:
         facts = {"what": ["seconds of units", *SECONDS], **_facts(cuttable, site), **machine(device), **versions()}
         known = self.store.get(facts)
         if known is None:
+            self._require_time()
             if self.store.path is not None:
                 raise MissingTimings(
                     f"--timings {self.store.path} has no timings of this model on {grid_name(site.shape.space)} tiles: "
@@ -329,6 +337,10 @@ class Profiler:
             known = np.asarray(self.time(cuttable, site, device, budget_seconds)).tolist()
             self.store.put(facts, known)
         return np.array(known)
+
+    def _require_time(self) -> None:
+        if time.monotonic() > self.until:
+            raise OutOfTime
 
     def source(self, device: torch.device) -> str:
         """Where the seconds of units come from, in words."""
