@@ -3,11 +3,14 @@
 import math
 from collections.abc import Callable
 
+import pytest
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpi4dl.geometry import Window
 from mpi4dl.parallel import spatial
+from mpi4dl.parallel.spatial.rules import cpu_kernels
 from mpi4dl.parallel.spatial.rules.windows import described
 from tests.parallel.spatial.comparing import (
     ARRANGEMENTS,
@@ -116,3 +119,22 @@ CASES |= modules(
 CASES |= functions(SPREAD) | functions(WHOLE, spread=False)
 
 test_pooling_equals_that_of_the_whole_image = table_test(__name__, chosen(ARRANGEMENTS))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("kernel", "stride", "padding", "dilation", "ceil"), [(3, 1, 1, 1, False), (2, 2, 0, 2, True)])
+def test_maxima_on_cpus_are_pytorchs_to_the_bit(
+    dtype: torch.dtype, kernel: int, stride: int, padding: int, dilation: int, ceil: bool
+) -> None:
+    """Of equal pixels and of those that are not numbers, too; of channels and samples that are pooled in parts."""
+    options = [kernel] * 2, [stride] * 2, [padding] * 2, [dilation] * 2, ceil
+    for shape in ((3, 40, 19, 23), (5, 17, 130, 121)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul(2).round().to(dtype)
+        x[x == 4] = torch.nan
+        found = torch.ops.aten.max_pool2d_with_indices(x, *options)
+        expected = cpu_kernels.OF_MAX_POOL.call_boxed(cpu_kernels.CPU, x, *options)
+        assert torch.equal(found[0].nan_to_num(99), expected[0].nan_to_num(99))
+        assert torch.equal(found[1], expected[1])
+        assert [each.stride() for each in found] == [each.stride() for each in expected]
+    with pytest.raises(RuntimeError, match=r"input size: \(40x1x100\)"):
+        F.max_pool2d(torch.ones(3, 40, 1, 100, dtype=dtype), 2)
