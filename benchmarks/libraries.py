@@ -158,6 +158,7 @@ def training(ours: bool, kind: str, side: int, folder: Path) -> Callable[[], Any
     from torch.nn import functional as F
     from torch.utils.checkpoint import checkpoint
 
+    from benchmarks.common.ranks import use_pytorchs_kernels
     from mpi4dl._memory import keep_freed_memory
     from mpi4dl._torchvision import import_torchvision
     from mpi4dl.comm import world
@@ -182,6 +183,8 @@ def training(ours: bool, kind: str, side: int, folder: Path) -> Callable[[], Any
         stream_patches(model, options)
         engine = Engine(LocalStages.whole(model, Plan(), world(), options), Plan(), sgd, F.cross_entropy, comm=world())
         return lambda: engine.step([images], labels, (side, side))
+
+    use_pytorchs_kernels()
 
     def turn() -> None:
         sgd.zero_grad()

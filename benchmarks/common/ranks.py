@@ -71,6 +71,11 @@ def random_batch(num_images: int, size: Sequence[int], num_classes: int) -> tupl
     return images, torch.randint(num_classes, (num_images,), generator=generator)
 
 
+def use_pytorchs_kernels() -> None:
+    """Take back all kernels on CPUs that mpi4dl has put in place of PyTorch's: for others, who are compared with it."""
+    sys.modules.get("mpi4dl.parallel.spatial.rules.cpu_kernels", sys).__dict__.pop("OURS", None)
+
+
 def loop(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -85,7 +90,7 @@ def loop(
     It returns `share` of the mean loss. All kernels are PyTorch's, from here on in this process.
     """
     inputs, targets = batch
-    sys.modules.get("mpi4dl.parallel.spatial.rules.cpu_kernels", sys).__dict__.pop("OURS", None)
+    use_pytorchs_kernels()
 
     def step() -> float:
         optimizer.zero_grad()
