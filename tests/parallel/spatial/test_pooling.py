@@ -127,12 +127,13 @@ def test_maxima_on_cpus_are_pytorchs_to_the_bit(
     dtype: torch.dtype, kernel: int, stride: int, padding: int, dilation: int, ceil: bool
 ) -> None:
     """Of equal pixels and of those that are not numbers, too; of channels and samples that are pooled in parts."""
-    options = [kernel] * 2, [stride] * 2, [padding] * 2, [dilation] * 2, ceil
-    for shape in ((3, 40, 19, 23), (5, 17, 130, 121)):
+    for shape in ((3, 40, 19, 23), (5, 17, 130, 121), (2, 18, 7, 40, 30)):
+        dims = len(shape) - 2
+        options = [kernel] * dims, [stride] * dims, [padding] * dims, [dilation] * dims, ceil
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul(2).round().to(dtype)
         x[x == 4] = torch.nan
-        found = torch.ops.aten.max_pool2d_with_indices(x, *options)
-        expected = cpu_kernels.OF_MAX_POOL.call_boxed(cpu_kernels.CPU, x, *options)
+        found = getattr(torch.ops.aten, f"max_pool{dims}d_with_indices")(x, *options)
+        expected = cpu_kernels.OF_MAX_POOLS[dims].call_boxed(cpu_kernels.CPU, x, *options)
         assert torch.equal(found[0].nan_to_num(99), expected[0].nan_to_num(99))
         assert torch.equal(found[1], expected[1])
         assert [each.stride() for each in found] == [each.stride() for each in expected]

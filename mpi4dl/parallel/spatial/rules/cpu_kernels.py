@@ -6,7 +6,7 @@ what is not cut, in streaming.
 """
 
 import warnings
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from mpi4dl.comm.exchange import Like
 CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 OF_CONVOLUTION = torch.library.get_kernel("aten::convolution_backward", "CPU")
 OF_BATCH_NORM = torch.library.get_kernel("aten::native_batch_norm_backward", "CPU")
-OF_MAX_POOL = torch.library.get_kernel("aten::max_pool2d_with_indices", "CPU")
+OF_MAX_POOLS = {n: torch.library.get_kernel(f"aten::max_pool{n}d_with_indices", "CPU") for n in (2, 3)}
 FEW_BITS = torch.bfloat16, torch.float16
 
 
@@ -73,22 +73,24 @@ CHANNELS = 16  # that are pooled at once
 WORTH, AT_ONCE = 1 << 13, 1 << 20  # pixels
 
 
-def max_pool2d_with_indices(x: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    """`aten::max_pool2d_with_indices`, of few channels at a time as channels last.
+def max_pool(dims: int, x: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """`aten::max_pool2d_with_indices`, or that of 3 dims, of few channels at a time as channels last.
 
     The results are PyTorch's, to the bit. Its kernel looks at contiguous images pixel by pixel, and at many channels
     together where they are last: with both copies that takes a third of the time.
     """
-    samples, channels = x.shape[:2]
-    if x.dim() != 4 or channels < CHANNELS or x.numel() < WORTH or not (x.is_floating_point() and x.is_contiguous()):
-        return OF_MAX_POOL.call_boxed(CPU, x, *options)
-    of_none = OF_MAX_POOL.call_boxed(CPU, x[:0], *options)  # which raises what PyTorch raises
+    kernel, (samples, channels) = OF_MAX_POOLS[dims].call_boxed, x.shape[:2]
+    large = x.dim() == dims + 2 and channels >= CHANNELS and x.numel() >= WORTH
+    if not (large and x.is_floating_point() and x.is_contiguous()):
+        return kernel(CPU, x, *options)
+    last = torch.channels_last if dims == 2 else torch.channels_last_3d
+    of_none = kernel(CPU, x[:0], *options)  # which raises what PyTorch raises
     results = [each.new_empty((samples, *each.shape[1:])) for each in of_none]
     many = max(1, AT_ONCE // x[0, :CHANNELS].numel())
     for first in range(0, samples, many):
         for channel in range(0, channels, CHANNELS):
             part = np.s_[first : first + many, channel : channel + CHANNELS]
-            pooled = OF_MAX_POOL.call_boxed(CPU, x[part].contiguous(memory_format=torch.channels_last), *options)
+            pooled = kernel(CPU, x[part].contiguous(memory_format=last), *options)
             for result, of_part in zip(results, pooled, strict=True):
                 result[part] = of_part
     return results[0], results[1]
@@ -112,7 +114,8 @@ def _in_place_of_pytorchs() -> torch.library.Library:
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # that kernels are replaced
         library.impl("convolution_backward", convolution_backward, "CPU")
         library.impl("native_batch_norm_backward", batch_norm_backward, "CPU")
-        library.impl("max_pool2d_with_indices", max_pool2d_with_indices, "CPU")
+        for dims in OF_MAX_POOLS:
+            library.impl(f"max_pool{dims}d_with_indices", partial(max_pool, dims), "CPU")
     return library
 
 
