@@ -22,7 +22,10 @@ TAIL_LINES = 12
 
 
 class Judged(NamedTuple):
-    """One image: `probability` is that of its own class, None if it is not known; `wrong` how far the prediction is."""
+    """One image: `probability` is that of its own class, None if it is not known; `wrong` how far the prediction is.
+
+    Of masks and made images `probability` is the measure that `prediction` names, and there is no label.
+    """
 
     image: str
     label: str
@@ -135,10 +138,10 @@ def judged(evaluation: SavedEvaluation) -> list[Judged]:
     found = []
     with reading(evaluation.path.with_suffix(".csv")):
         for row in evaluation.records:
-            alike = next((float(row[name]) for name in ALIKE if name in row), None)
+            measure = next((name for name in ALIKE if name in row), None)
             label, prediction = (str(row.get(key, "")) for key in ("label", "prediction"))
-            if alike is not None:
-                found.append(Judged(row["image"], "", "", alike, 0.0))
+            if measure is not None:
+                found.append(Judged(row["image"], "", measure, float(row[measure]), 0.0))
             elif label and prediction:
                 a, b, own = (number_in(row.get(key)) for key in ("label", "prediction", f"probability {label}"))
                 far = float(label != prediction) if a is None or b is None else abs(a - b)

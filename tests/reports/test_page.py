@@ -181,12 +181,12 @@ def test_images_are_judged_and_shown(tmp_path: Path, capsys: pytest.CaptureFixtu
     (masks,) = evaluations_in(run)
     assert [one.image for some in extremes(judged(masks), 1) for one in some] == ["b.png", "a.png"]
     page = report(capsys, run)
-    assert "75.0 % alike" in page.text
+    assert "dice 0.750" in page.text
     assert "Input, made image and target" not in page.text
     write_evaluation(file, "image,psnr,ssim,mae,error\na.png,20,0.5,0.1,\nb.png,30,0.25,0.2,\n", "image")
     PIL.Image.fromarray(np.zeros((20, 60, 3), np.uint8)).save(file.with_name("examples.jpg"))
     page = report(capsys, run)
-    assert "50.0 % alike" in page.text
+    assert "ssim 0.500" in page.text
     assert "Input, made image and target" in page.text
     alt = "Inputs, images that the model made, and their targets"
     assert [tag for tag, attributes in page.tags if attributes.get("alt") == alt] == ["img"]
