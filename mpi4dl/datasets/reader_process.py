@@ -5,6 +5,7 @@ them. It answers one thread at a time, and waits for the next one: children take
 """
 
 import contextlib
+import fcntl
 import json
 import signal
 import subprocess
@@ -22,6 +23,8 @@ from mpi4dl.datasets.colour import in_strips, over_white
 from mpi4dl.geometry import Interval
 
 LEAVING_SECONDS = 5.0  # for a child in the middle of a tile that nobody wants any more
+
+PIPE_BYTES = 1 << 20  # through which answers come: of the usual 64 KiB both processes wait for each other all the time
 
 _PROGRAM = Path(__file__).with_name("child_program.py")
 
@@ -41,6 +44,8 @@ class _Child:
         )
         self.end = weakref.finalize(self, _end, self.process)  # which ends it with the thread, or the interpreter
         assert self.process.stdout is not None
+        with contextlib.suppress(OSError, AttributeError):  # not on every system, and for so many pipes of a user
+            fcntl.fcntl(self.process.stdout, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         missing = json.loads(self.process.stdout.readline() or '"it ended as it began"')
         if missing:
             raise DatasetError(f"{library} cannot be used here: {missing}")
