@@ -156,7 +156,7 @@ def check(comm: "Communicator", asked: CommandLine[CheckConfig]) -> None:
     _each(comm, len(slides), look)
     problems = sum(map(len, comm.all_gather_object(wrong)))
     if problems:
-        raise Refusal(f"{counted(problems, 'slide')} of {len(slides)} cannot be used as they are")
+        raise Refusal(f"{counted(problems, 'slide')} of {len(slides)} cannot be used")
     if comm.rank == 0:
         told = "no decoder found an error. JPEG has no checksums: a damaged tile that decodes is not found"
         print(f"{counted(len(slides), 'slide')} read through, {told}")
