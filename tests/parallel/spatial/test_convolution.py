@@ -145,3 +145,23 @@ def test_gradients_of_weights_read_no_memory_beside_images(
         for ours, exact in zip(found, expected, strict=True):
             assert ours.dtype == dtype
             torch.testing.assert_close(ours.double(), exact, rtol=0.02, atol=0.02 * exact.abs().max().item())
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_kernels_of_one_pixel_are_convolved_by_onednn_on_one_thread_too(count: int) -> None:
+    assert torch.get_num_threads() == 1
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 32, *{1: (4096,), 2: (64, 64)}[count], generator=generator).requires_grad_()
+    weight, bias = torch.randn(40, 32, *[1] * count, generator=generator).requires_grad_(), torch.ones(40)
+    convolve = getattr(nn.functional, f"conv{count}d")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        y = convolve(x, weight, bias)
+        y.square().sum().backward()
+    names = {event.key for event in profile.key_averages()}
+    assert "aten::mkldnn_convolution" in names
+    assert "aten::_slow_conv2d_backward" not in names
+    exact, wide = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    expected = convolve(exact, wide, bias.double())
+    expected.square().sum().backward()
+    for found, right in ((y, expected), (x.grad, exact.grad), (weight.grad, wide.grad)):
+        torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-3)

@@ -168,9 +168,6 @@ def _these(x: Tensor, split: Split, dim: int, grid: Grid) -> Tensor:
     return x.narrow(dim, mine.start, mine.length)
 
 
-WORTH_ONEDNN = 1 << 22  # multiplications
-
-
 def _check(input: Tensor, weight: Tensor, bias: Tensor | None, options: ConvolutionOptions) -> None:
     """Raise on all ranks what PyTorch raises only where a tile has pixels."""
     if input.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
@@ -260,11 +257,6 @@ def _plan(
     if any(axis is None and before != after for axis, (before, after) in zip(axes_of(x, count), around, strict=True)):
         # An even kernel with padding "same" along a dim that is no axis: the operator cannot pad one side alone.
         sides = [side for pair in reversed(around) for side in pair]
-    single = kernel == (1,) * count and weight.is_cpu and weight.dtype == torch.float32
-    if single and x.local.numel() * weight.shape[0] >= WORTH_ONEDNN:
-        # Dilation means nothing to a kernel of one pixel, except that PyTorch then takes it to oneDNN on a rank of one
-        # thread too, and not to an older kernel, which takes twice the time, or, of little work, half of it.
-        dilation = (2,) * count
     options = ConvolutionOptions(stride, sliding.padding, dilation, False, (0,) * count, groups)
     shape = sliding.shape(sliding.halo_plan.begin(x), weight.shape[0])
     return _Planned(sliding.halo_plan, WithHalo(sliding.halo_plan.exchange, Convolution(options, shape)), sides)

@@ -1,5 +1,5 @@
 """Kernels on CPUs in place of PyTorch's, as of 2.13: of convolutions and batch norms, backward, which are wrong there,
-and of max pooling, which is slow.
+and of max pooling and of convolutions by one pixel, which are slow.
 
 PyTorch calls these in place of its own as soon as this module is imported. So they hold for every layer: on tiles, on
 what is not cut, in streaming.
@@ -20,7 +20,28 @@ CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 OF_CONVOLUTION = torch.library.get_kernel("aten::convolution_backward", "CPU")
 OF_BATCH_NORM = torch.library.get_kernel("aten::native_batch_norm_backward", "CPU")
 OF_MAX_POOLS = {n: torch.library.get_kernel(f"aten::max_pool{n}d_with_indices", "CPU") for n in (2, 3)}
+OF_ONE_THREAD = torch.library.get_kernel("aten::_slow_conv2d_forward", "CPU")
+WORTH_ONEDNN = 1 << 22  # multiplications
 FEW_BITS = torch.bfloat16, torch.float16
+
+
+def _better_dilated(x: Tensor, weight: Tensor) -> bool:
+    """Whether a kernel of one pixel, to which dilation means nothing, is to say that it is dilated.
+
+    PyTorch then takes it to oneDNN in a process of one thread too, and not to an older kernel, which takes twice the
+    time, or, of little work, half of it.
+    """
+    single = weight.dtype == torch.float32 and weight.shape[2:] in ((1,), (1, 1))
+    return single and x.numel() * weight.shape[0] >= WORTH_ONEDNN
+
+
+def convolution_of_one_thread(
+    x: Tensor, weight: Tensor, kernel: list[int], bias: Tensor | None, *numbers: list[int]
+) -> Tensor:
+    """`aten::_slow_conv2d_forward`, by oneDNN where that is faster."""
+    if not _better_dilated(x, weight):
+        return OF_ONE_THREAD.call_boxed(CPU, x, weight, kernel, bias, *numbers)
+    return torch.ops.aten.convolution(x, weight, bias, *numbers, [2, 2], False, [0, 0], 1)
 
 
 def convolution_backward(
@@ -32,6 +53,8 @@ def convolution_backward(
     and in all of 16 bits, there also by dilated kernels: numbers come from what that memory held, or the process dies.
     """
     stride, padding, dilation, transposed, _, groups, mask = numbers
+    if not transposed and _better_dilated(x, weight):
+        numbers = (*numbers[:2], [2] * len(dilation), *numbers[3:])
     few = weight.dtype in FEW_BITS
     image, outputs = (gradient, x) if transposed else (x, gradient)
     sides = list(zip(image.shape[2:], weight.shape[2:], stride, strict=True))
@@ -114,6 +137,7 @@ def _in_place_of_pytorchs() -> torch.library.Library:
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # that kernels are replaced
         library.impl("convolution_backward", convolution_backward, "CPU")
         library.impl("native_batch_norm_backward", batch_norm_backward, "CPU")
+        library.impl("_slow_conv2d_forward", convolution_of_one_thread, "CPU")
         for dims in OF_MAX_POOLS:
             library.impl(f"max_pool{dims}d_with_indices", partial(max_pool, dims), "CPU")
     return library
