@@ -101,8 +101,8 @@ def cut_parameters(model: nn.Module, cutting: Cutting, grid: Grid) -> dict[str, 
             path, _, leaf = each.rpartition(".")
             holder = model.get_submodule(path)
             holder._parameters[leaf] = part
-            if not isinstance(holder._parameters, Parts):
-                holder._parameters = Parts(holder._parameters, {}, known)
+            if not isinstance(holder._parameters, CutParameters):
+                holder._parameters = CutParameters(holder._parameters, {}, known)
             holder._parameters.layouts[leaf] = layout
             if layout is not None:
                 _show_whole(holder, leaf, layout)
@@ -144,15 +144,15 @@ def largest_part(cuts: Cuts, shape: Sequence[int], degrees: Degrees) -> tuple[in
 Known = WeakValueDictionary[tuple[int, bool], Tensor]
 
 
-class Parts(dict[str, "nn.Parameter | None"]):
+class CutParameters(dict[str, "nn.Parameter | None"]):
     """The `_parameters` of a module with parts: while a model runs, its code finds those with `layouts` whole."""
 
     def __init__(self, values: Any, layouts: "dict[str, Layout | None]", known: Known) -> None:
         super().__init__(values)
         self.layouts, self._known = layouts, known
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Parts":
-        return Parts(copy.deepcopy({**self}, memo), {**self.layouts}, Known())
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CutParameters":
+        return CutParameters(copy.deepcopy({**self}, memo), {**self.layouts}, Known())
 
     def __getitem__(self, name: str) -> Any:
         part, layout = dict.__getitem__(self, name), self.layouts.get(name)
