@@ -85,7 +85,9 @@ def _versions(block: nn.Module) -> dict[str, tuple[int, int]]:
     """Which parameters and buffers a block has, batch norms' aside, and how often they were written to."""
     norms = (m for m in block.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats)
     known = {id(value) for m in norms for value in m.buffers(recurse=False)}
-    values = [*block.named_parameters(), *block.named_buffers()]
+    values = [*block.named_buffers()]
+    for path, m in block.named_modules():
+        values += [(f"{path}.{name}".lstrip("."), p) for name, p in dict.items(m._parameters) if p is not None]
     return {name: (id(value), value._version) for name, value in values if id(value) not in known}
 
 

@@ -27,6 +27,7 @@ from mpi4dl.parallel.pipeline.executor import UNLIKE_DRAWS, Executor
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, Part
 from mpi4dl.parallel.pipeline.program import leaves
 from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.replicas.optimizer_traits import modules_of
 from mpi4dl.parallel.spatial.sums import owned
 from mpi4dl.parallel.spatial.tensor import local_part
 from mpi4dl.parallel.tables.schedules import Table
@@ -274,7 +275,8 @@ class BatchFeed(InputFeed):
     def _refuse_weights(self, loss: Tensor, outputs: Any, part: Part) -> None:
         """Refuse a loss with weights of which a rank has a part of the gradient, or not all that the loss needs."""
         own = [*_leaves_beside(outputs, loss)]
-        stages, known = self.runner.plan.num_stages, {id(p) for p in part.module.parameters()} if own else set()
+        stages, modules = self.runner.plan.num_stages, modules_of(part.module) if own else []
+        known = {id(p) for module in modules for p in dict.values(module._parameters)}  # also parts, as they are
         for leaf in own:
             if stages > 1 or id(leaf) not in known:
                 what = "a weight of the model" if id(leaf) in known else "a tensor of its own that wants a gradient"

@@ -272,7 +272,7 @@ class ForwardState:
             name: fingerprint(value, depth) for name, value in own_attributes(module).items() if name != "training"
         }
         if self._traced:
-            found |= {name: id(value) for each in _registered(module) for name, value in each.items()}
+            found |= {name: id(value) for each in _registered(module) for name, value in dict.items(each)}
         return found
 
 

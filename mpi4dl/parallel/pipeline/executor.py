@@ -477,7 +477,7 @@ class _Run:
         if executor.draws_by_stream:  # ranks that share a stage draw alike, whatever each does in between
             executor.begin_stream((*action[1:], microbatch.replica) if executor.plan.local_batches else action[1:])
         deferred = live.weights.deferred() if action.stage in self.defers else nullcontext()
-        hooks = whole_gradients(part.grid) if self.training and part.grid.size > 1 else nullcontext()
+        hooks = whole_gradients(part.grid) if part.grid.size > 1 else nullcontext()
         with self.timed(action), hooks:
             renewing = executor.renewing(action) if self.training and executor.plan.num_stages > 1 else nullcontext()
             collecting: AbstractContextManager[None] = nullcontext()

@@ -1,27 +1,31 @@
 """Cut parameters over ranks: modules see a tensor of the whole shape, of which each rank has its part.
 
     module.weight            SpatialTensor (out, in), made of the part when it is asked for
-    parameters(), optimizer  the part, (out / N, in): a leaf like any other
+    parameters(), optimizer  the part, (out / N, in): a leaf like any other; while the model runs, as module.weight
 
 Rules for tensors that are spread do the rest: a linear layer whose outputs are cut makes features that are cut; one
 whose inputs are cut sums over the ranks. The calls of a model in between (views as heads, attention, activations) use
 global shapes. Layers of experts see their part as it is, and tokens come to them (`parallel.experts`).
 """
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
+from mpi4dl.comm import Refusal
 from mpi4dl.geometry import Interval, Split, Tiling, ceil_div, even_cuts
 from mpi4dl.parallel.experts import lay_over
 from mpi4dl.parallel.inputs import copied
 from mpi4dl.parallel.replicas.groups import Elements
 from mpi4dl.parallel.spatial.grid import Factor, Flat, Grid, Layout, PartPlace
+from mpi4dl.parallel.spatial.rules.hooks import whole_gradients
 from mpi4dl.parallel.spatial.tensor import wrap
 from mpi4dl.parallel.tensor.styles import Cut, Cuts, Cutting, Degrees, names_by_first
 
@@ -83,7 +87,7 @@ def cut_parameters(model: nn.Module, cutting: Cutting, grid: Grid) -> dict[str, 
     Tied parameters stay tied. Experts are laid over the ranks of `grid`.
     """
     layouts: dict[str, Layout] = {}
-    cut = cutting.of(model)
+    cut, known = cutting.of(model), Known()
     for names in names_by_first(model).values():
         name = next((each for each in names if each in cut), None)
         if name is None:
@@ -97,6 +101,9 @@ def cut_parameters(model: nn.Module, cutting: Cutting, grid: Grid) -> dict[str, 
             path, _, leaf = each.rpartition(".")
             holder = model.get_submodule(path)
             holder._parameters[leaf] = part
+            if not isinstance(holder._parameters, CutParameters):
+                holder._parameters = CutParameters(holder._parameters, {}, known)
+            holder._parameters.layouts[leaf] = layout
             if layout is not None:
                 _show_whole(holder, leaf, layout)
                 layouts[each] = layout
@@ -133,12 +140,60 @@ def largest_part(cuts: Cuts, shape: Sequence[int], degrees: Degrees) -> tuple[in
     return ParameterPart.of(cuts, shape, last).shape
 
 
+# What there is of parts, seen whole, by their ids and whether they are trained: tied ones stay one.
+Known = WeakValueDictionary[tuple[int, bool], Tensor]
+
+
+class CutParameters(dict[str, "nn.Parameter | None"]):
+    """The `_parameters` of a module with parts: while a model runs, its code finds those with `layouts` whole."""
+
+    def __init__(self, values: Any, layouts: "dict[str, Layout | None]", known: Known) -> None:
+        super().__init__(values)
+        self.layouts, self._known = layouts, known
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CutParameters":
+        return CutParameters(copy.deepcopy({**self}, memo), {**self.layouts}, Known())
+
+    def __getitem__(self, name: str) -> Any:
+        part, layout = dict.__getitem__(self, name), self.layouts.get(name)
+        runs = whole_gradients.is_entered() or torch._C._current_graph_task_id() >= 0
+        if part is None or layout is None or not runs:
+            return part
+        key = id(part), part.requires_grad and torch.is_grad_enabled()
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = seen_whole(part, layout)
+        return known
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if dict.__contains__(self, name) else default
+
+    def values(self) -> Any:
+        return (value for _, value in self.items())
+
+    def items(self) -> Any:
+        for name in self:
+            value = self[name]
+            if whole_gradients.is_entered() and self.layouts.get(name, self) is None:
+                raise Refusal(
+                    f"the model asks for all of its parameters, but ranks have parts of the experts' {name}: let it "
+                    "leave experts out, or train without `experts` and `tensor`"
+                )
+            yield name, value
+
+
+def seen_whole(part: Tensor, layout: Layout) -> Tensor:
+    """A rank's part of a parameter as one of the whole."""
+    whole = wrap(part.view_as(part), layout)  # a function of it, so that who keeps it elsewhere brings it
+    whole._is_param = True  # an nn.Parameter, as `get_parameter` asks
+    return whole
+
+
 def _show_whole(module: nn.Module, name: str, layout: Layout) -> None:
     """Let a module that has a part of a parameter see it as a part of the whole."""
 
     def seen(self: Any) -> Tensor:
-        known: Tensor = self._parameters[name]
-        return wrap(known.view_as(known), layout)  # a function of it, so that who keeps it elsewhere brings it
+        return seen_whole(dict.__getitem__(self._parameters, name), layout)
 
     kind = type(module)
     module.__class__ = type(kind.__name__, (kind,), {name: property(seen), "__module__": kind.__module__})

@@ -10,11 +10,12 @@ import pytest
 from torch import Tensor, nn
 
 from mpi4dl import models
+from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.models.experts import Experts, Mixture, Router
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.losses import token_loss
-from tests.pool.ranks import Ranks
-from tests.support.short_runs import Task, check, words_loss
+from tests.pool.ranks import Ranks, on_ranks
+from tests.support.short_runs import Task, check, engine_of, step, words_loss
 
 VOCABULARY, LENGTH = 23, 8
 SIZES: dict[str, Any] = {"vocabulary": VOCABULARY, "context": 16, "num_layers": 2, "num_heads": 4, "hidden": 24}
@@ -104,10 +105,24 @@ def widened() -> nn.Module:
     return with_uneven_scores(Widened().double())
 
 
+class Weighed(Widened):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * sum(p.square().sum() for p in self.parameters())
+
+
+PARTS = (("experts", "experts"), ("experts.up", "column"), ("experts.output", "row"))
+
+
+@on_ranks(2)
+def test_experts_that_a_model_reads_among_its_parameters(comm: Communicator) -> None:
+    task = replace(task_of("softmax"), model=Weighed, loss=words_loss, styles=PARTS)
+    with pytest.raises(Refusal, match=r"experts.* train without `experts` and `tensor`"):
+        step(engine_of(comm, task, replace(ONE, tensor=2)), task, 0)
+
+
 @pytest.mark.parametrize("moe", ["tensor", "expert"])
 def test_experts_of_features_that_ranks_share(ranks: Ranks, moe: Any) -> None:
-    parts = (("experts", "experts"), ("experts.up", "column"), ("experts.output", "row"))
-    styles = (("wide", "column"), *parts)
+    styles = (("wide", "column"), *PARTS)
     task = replace(task_of("softmax"), model=widened, loss=words_loss, styles=styles, num_steps=2)
     check(ranks, task, replace(ONE, tensor=2, moe=moe))
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from mpi4dl import models
 from mpi4dl.comm import Communicator, Refusal
@@ -148,6 +149,51 @@ def test_tokens_that_ranks_share_meet_parameters_that_they_share(ranks: Ranks, c
     styles = (("words", "vocabulary"), *cut.items())
     task = Task(Uneven, (LENGTH,), 4, tokens=VOCABULARY, loss=words_loss, styles=styles)
     check(ranks, task, replace(ONE, tensor=2, sequence=True))
+
+
+READS: dict[str, Callable[[nn.Module], Any]] = {
+    "parameters": lambda model: model.parameters(),
+    "names": lambda model: (model.get_parameter(f"{name}.weight") for name in ("up", "down")),
+    "state": lambda model: model.state_dict().values(),
+    "modules": lambda model: (p for module in model.modules() for p in module._parameters.values() if p is not None),
+}
+
+
+class Penalized(nn.Module):
+    """A penalty on weights, two of them tied, by another way than their attributes; `last` is the newest model."""
+
+    last: "Penalized"
+
+    def __init__(self, read: str, by_loss: bool) -> None:
+        super().__init__()
+        self.up, self.again, self.down, self.head = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 3)
+        self.again.weight = self.up.weight
+        self.read, self.by_loss, Penalized.last = read, by_loss, self
+
+    def penalty(self) -> Tensor:
+        return 0.1 * torch.stack([p.square().sum() for p in READS[self.read](self)]).sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        x = x + self.down((self.up(x) + self.again(x)).tanh())
+        return (
+            self.head(x)
+            if self.by_loss
+            else checkpoint(lambda y: self.head(y) * self.penalty(), x, use_reentrant=False)
+        )
+
+
+def penalized_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    model = Penalized.last
+    return F.cross_entropy(outputs, targets) + (model.penalty() if model.by_loss and model.training else 0.0)
+
+
+@pytest.mark.parametrize("plan", [replace(ONE_TILE, tensor=2), replace(ONE_TILE, tensor=2, data=2, zero=3)], ids=label)
+@pytest.mark.parametrize(("read", "by_loss"), [(read, False) for read in READS] + [("parameters", True)])
+def test_parameters_that_a_model_or_a_loss_reads_are_whole(ranks: Ranks, read: str, by_loss: bool, plan: Plan) -> None:
+    styles = (("up", "column"), ("again", "column"), ("down", "row"))
+    task = Task(partial(Penalized, read, by_loss), (2, 1), loss=penalized_loss, styles=styles)
+    check(ranks, task, plan)
 
 
 class Moves(TorchDispatchMode):

@@ -115,6 +115,11 @@ class whole_gradients:
     def __exit__(self, *error: Any) -> None:
         _here.of_copies.pop()
 
+    @staticmethod
+    def is_entered() -> bool:
+        """Whether a model runs over ranks here."""
+        return bool(_here.of_copies)
+
 
 class _Contexts(threading.local):
     """The layouts of the contexts that this thread is in."""
