@@ -64,7 +64,8 @@ class Passes:
         slow, fast = ("", "")
         if flop_seconds is not None:
             slow, fast = (
-                f", about {duration(self.step_flops(exact) * flop_seconds)} a step" for exact in (True, False)
+                f", about {duration(self.step_flops(exact) * flop_seconds)} of arithmetic a step"
+                for exact in (True, False)
             )
         found = (
             f"`stream_norm` exact reads each part of the images {self.each_step} times a step, {self.forward} forward "

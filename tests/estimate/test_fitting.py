@@ -140,7 +140,7 @@ def test_the_passes_of_a_step_are_said_before_it(ranks: Ranks, tmp_path: Path, n
     assert [made for made, _, _ in found] == [foreseen for _, foreseen, _ in found]
     said = found[0][2]
     assert re.search(r"\d+ times a step, \d+ forward and \d+ backward", said)
-    assert re.search(r"about \d+ (s|min) a step", said)
+    assert re.search(r"about \d+ (s|min) of arithmetic a step", said)
     assert "`stream_norm` running" in said
 
 
