@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -194,6 +195,18 @@ def test_parameters_that_a_model_or_a_loss_reads_are_whole(ranks: Ranks, read: s
     styles = (("up", "column"), ("again", "column"), ("down", "row"))
     task = Task(partial(Penalized, read, by_loss), (2, 1), loss=penalized_loss, styles=styles)
     check(ranks, task, plan)
+
+
+class Normed(Classifier):
+    def __init__(self, dim: int | None) -> None:
+        super().__init__()
+        self.first, self.head = weight_norm(self.first, dim=dim), weight_norm(self.head, dim=dim)
+
+
+@pytest.mark.parametrize("dim", [0, 1, None])
+def test_weight_norm(ranks: Ranks, dim: int | None) -> None:
+    styles = (("first.parametrizations.*.original1", "column"), ("head.parametrizations.*.original1", "row"))
+    check(ranks, Task(partial(Normed, dim), (8, 6), styles=styles), replace(ONE_TILE, tensor=2))
 
 
 class Moves(TorchDispatchMode):

@@ -76,6 +76,11 @@ def normalize(input: Tensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12) -
     return input / torch.linalg.vector_norm(input, p, dim, True).clamp_min(eps)
 
 
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """A weight of the directions of v and the lengths g; dim -1: v has one length."""
+    return v * (g / torch.linalg.vector_norm(v, dim=[n for n in range(v.dim()) if n != dim], keepdim=True))
+
+
 def pairwise_distance(x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Tensor:
     return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
 
@@ -94,6 +99,7 @@ OF_FLAT: Rules = [
     (named("t"), t),
     ([torch.constant_pad_nd], lambda input, pad, value=0: F.pad(input, pad, value=value)),
     ([F.normalize], normalize),
+    ([torch._weight_norm], weight_norm),
     (named("movedim", "moveaxis"), movedim),
     ([Tensor.view_as, Tensor.reshape_as], lambda input, other: input.reshape(other.shape)),
     ([Tensor.expand_as], lambda input, other: input.expand(*other.shape)),
