@@ -312,6 +312,7 @@ def work(options: Options) -> None:
     import torch
 
     from benchmarks.common.meter import Meter
+    from benchmarks.common.ranks import use_pytorchs_kernels
     from mpi4dl._memory import keep_freed_memory
     from mpi4dl.comm import world
 
@@ -325,6 +326,8 @@ def work(options: Options) -> None:
     contest = Contest(*told)
     comm = None if contest == PLAIN else world()
     meter = Meter(torch.device("cpu"), comm)
+    if contest.side != ENGINE:
+        use_pytorchs_kernels()
     shares: list[float] = []
     with joined(task, contest, counts, comm) as step:
 

@@ -1,7 +1,6 @@
 """The contestants' side: how a rank begins, trains in plain loops, agrees with others on losses, and is timed."""
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -72,8 +71,10 @@ def random_batch(num_images: int, size: Sequence[int], num_classes: int) -> tupl
 
 
 def use_pytorchs_kernels() -> None:
-    """Take back all kernels on CPUs that mpi4dl has put in place of PyTorch's: for others, who are compared with it."""
-    sys.modules.get("mpi4dl.parallel.spatial.rules.cpu_kernels", sys).__dict__.pop("OURS", None)
+    """Take back all kernels on CPUs that mpi4dl has put in place of PyTorch's: in a process of another contestant."""
+    from mpi4dl.parallel.spatial.rules import cpu_kernels
+
+    vars(cpu_kernels).pop("OURS", None)
 
 
 def loop(
@@ -87,10 +88,9 @@ def loop(
 ) -> Step:
     """A step as one writes it in PyTorch: a loop over microbatches. `sums(last)` is the context of each.
 
-    It returns `share` of the mean loss. All kernels are PyTorch's, from here on in this process.
+    It returns `share` of the mean loss.
     """
     inputs, targets = batch
-    use_pytorchs_kernels()
 
     def step() -> float:
         optimizer.zero_grad()

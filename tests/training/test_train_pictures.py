@@ -351,7 +351,7 @@ def test_pictures_of_a_model_that_takes_some_sizes(ranks: Ranks, tmp_path: Path)
     assert ranks(2).run(use, run, pairs, out, {"tiles": "1x2"}) == [[], []]
     for row in read_rows(out / "predictions.csv"):
         name = Path(row["image"]).stem
-        values = np.asarray(PIL.Image.open(pairs / "inputs" / f"{name}.png")) / np.float32(65535)
+        values = (np.asarray(PIL.Image.open(pairs / "inputs" / f"{name}.png")) / 65535).astype(np.float32)
         height, width = values.shape
         padded = F.pad(torch.from_numpy(values)[None], (0, -width % 4, 0, -height % 4))
         made = made_whole(OfMultiples(3, 1), padded, run)[:, :height, :width].permute(1, 2, 0)

@@ -170,18 +170,18 @@ OF_EXPERTS = frozenset(f"{name}ForCausalLM" for name in ("Mixtral", "Olmoe", "Gr
 
 
 def styles_of(model: nn.Module, num_ranks: int = 2) -> Styles:
-    """The styles for models of this class: by its table; for models of transformers, by the plan that they carry.
+    """The styles of a model: by a table for its class; for models of transformers and timm, by a plan or by names.
 
     Raises:
         ValueError: there is neither, or nothing of the model can be cut over so many ranks.
     """
-    name = type(model).__name__
-    if name in TABLES:
-        return TABLES[name]
-    if not _of_transformers(model):
+    name, table = type(model).__name__, _table_of(model)
+    if table is not None:
+        return table
+    if not any(kind.__module__.startswith(("transformers.", "timm.")) for kind in type(model).__mro__):
         raise ValueError(
             f"there is no table of how parameters of {name} are cut, only of {', '.join(TABLES)}, and of models of "
-            "transformers: pass styles, such as {'blocks.*.up': 'column', 'blocks.*.down': 'row'}"
+            "transformers and timm: pass styles, such as {'blocks.*.up': 'column', 'blocks.*.down': 'row'}"
         )
     found = planned_styles(model, num_ranks)
     if not found:
@@ -192,8 +192,12 @@ def styles_of(model: nn.Module, num_ranks: int = 2) -> Styles:
     return found
 
 
-def _of_transformers(model: nn.Module) -> bool:
-    return any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
+def _table_of(model: nn.Module) -> Styles | None:
+    """The table for the model's class; None if there is none, or it is for another class of this name."""
+    found = TABLES.get(type(model).__name__, {})
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))]
+    needed = (_matching(pattern) for pattern in found if not pattern.endswith("?"))
+    return found if found and all(any(map(parts.fullmatch, names)) for parts in needed) else None
 
 
 # The names in plans of transformers for layers that are cut by outputs, or by inputs. Any cut is exact: others stay
@@ -208,13 +212,13 @@ PLANNED = {
 IN_BLOCKS = re.compile(r"\.\d+\.")
 QUERIES = frozenset("q k v q_proj k_proj v_proj query key value query_key_value".split())
 FUSED = frozenset("Wqkv qkv qkv_proj c_attn".split())
-ATTENDED = frozenset("o_proj out_proj dense c_proj o".split())
-WIDENING = frozenset("fc1 fc_in c_fc up_proj gate_proj wi w1 w3 dense_h_to_4h lin1".split())
+ATTENDED = frozenset("o_proj out_proj dense c_proj o proj".split())
+WIDENING = frozenset("fc1 fc1_g fc1_x fc_in c_fc up_proj gate_proj wi w1 w3 dense_h_to_4h lin1".split())
 NARROWING = frozenset("fc2 fc_out c_proj down_proj wo w2 dense_4h_to_h lin2".split())
 
 
 def planned_styles(model: nn.Module, num_ranks: int) -> Styles:
-    """Styles of a model of transformers, by module: from the plan that it carries, or from the names of its layers.
+    """Styles of a model of transformers or timm, by module: from the plan that it carries, or by names of layers.
 
     Layers whose heads so many ranks cannot share stay whole, and so do experts of another form than a table knows.
     """
@@ -235,7 +239,7 @@ def planned_styles(model: nn.Module, num_ranks: int) -> Styles:
 
 
 def _by_names(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Styles by what layers in the blocks of decoders are called."""
+    """Styles by what layers in blocks are called."""
     found = {}
     for path in modules:
         above, _, leaf = path.rpartition(".")
@@ -314,7 +318,7 @@ def cutting_of(model: nn.Module, styles: Styles | None, degrees: Degrees) -> Cut
         ValueError: a style or a pattern that fits nothing; heads, features or experts that cannot be shared by so many
             ranks; or no table.
     """
-    known = type(model).__name__ in {*TABLES, *OF_EXPERTS}
+    known = type(model).__name__ in OF_EXPERTS or _table_of(model) is not None
     if styles is None and degrees.features == degrees.experts == 1 and not known:
         return Cutting()
     styles = styles_of(model, degrees.features) if styles is None else styles

@@ -154,7 +154,7 @@ def test_kernels_of_one_pixel_are_convolved_by_onednn_on_one_thread_too(count: i
     x = torch.randn(1, 32, *{1: (4096,), 2: (64, 64)}[count], generator=generator).requires_grad_()
     weight, bias = torch.randn(40, 32, *[1] * count, generator=generator).requires_grad_(), torch.ones(40)
     convolve = getattr(nn.functional, f"conv{count}d")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         y = convolve(x, weight, bias)
         y.square().sum().backward()
     names = {event.key for event in profile.key_averages()}

@@ -121,6 +121,21 @@ def test_layers_that_are_no_plain_products_stay_whole() -> None:
     assert planned_styles(Model(block), 2).keys() & OF_FEED_FORWARD == {"layers.0.mlp.fc2"}
 
 
+class VisionTransformer(Model):
+    """As that of timm, which has torchvision's name, but other layers."""
+
+    __module__ = "timm.models.vision_transformer"
+
+
+def test_another_class_of_a_known_name_is_cut_by_names_of_layers() -> None:
+    block = Block(SelfAttention(fused=True))
+    block.attention.proj = block.attention.dense
+    del block.attention.dense
+    expected = {"layers.0.attention.qkv": "fused-heads", "layers.0.attention.proj": "heads-row"}
+    assert styles_of(VisionTransformer(block)) == {**expected, **OF_FEED_FORWARD, **VOCABULARY}
+    assert not cutting_of(VisionTransformer(block), None, Degrees())
+
+
 def test_models_of_nobody_have_no_styles() -> None:
     with pytest.raises(ValueError, match="there is no table of how parameters of Model are cut"):
         styles_of(Model())
