@@ -53,7 +53,7 @@ def convolution_backward(
     and in all of 16 bits, there also by dilated kernels: numbers come from what that memory held, or the process dies.
     """
     stride, padding, dilation, transposed, _, groups, mask = numbers
-    if not transposed and _better_dilated(x, weight):
+    if weight.shape[2:].numel() == 1 and not transposed and _better_dilated(x, weight):
         numbers = (*numbers[:2], [2] * len(dilation), *numbers[3:])
     few = weight.dtype in FEW_BITS
     image, outputs = (gradient, x) if transposed else (x, gradient)
