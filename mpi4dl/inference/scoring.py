@@ -620,8 +620,8 @@ class _Pictures(_Collected):
             self.distance = perceptual_distance.PerceptualDistance(model.comm, model.assembly.device, lpips, tiles)
             self.metric_names = (*self.metric_names, LPIPS)
         if seams is not None:
-            wrong = not model.task.makes_images or model.fit != "own"
-            model.comm.agree("`seams` are of pictures that a model makes, as files have them" if wrong else None)
+            other = "`seams` are of pictures that a model makes, as files have them"
+            model.comm.agree(None if model.trained.makes_pictures else other)
             with model.comm.together((ValueError,)):
                 self.tiles = TilesAlone.of(seams)
             self.metric_names = (*self.metric_names, *SEAMS)
@@ -656,7 +656,7 @@ class _Pictures(_Collected):
         return {EXAMPLES: jpeg_of(self.examples)} if self.examples else {}
 
     def _pair(self, index: int, scale: int) -> "_Pair":
-        return _Pair(self.images, index, scale, self.model.fit == "own", self.tiles)
+        return _Pair(self.images, index, scale, self.model.trained.makes_pictures, self.tiles)
 
     def look_again(self, speaks: bool) -> None:
         """The same images in tiles, each made alone."""
