@@ -204,34 +204,23 @@ def _each(
     count: int,
     work: Callable[[int, Feed], str],
     done: Callable[[int], object] = lambda index: None,
-) -> int:
-    """Share `count` slides over the ranks, print what `work(index, feed)` returns, and return how many lines that was.
+) -> None:
+    """Share `count` slides over the ranks, and print what `work(index, feed)` returns.
 
     Rank 0 calls `done(index)` for each slide that is done. `feed()` is a sign of life, due every few minutes: a rank
     without one ends the job. Collective; an OSError of one rank ends the command on all.
     """
-    from mpi4dl._progress import ProgressOfImages
     from mpi4dl.runs.stopping import SETTLED_SECONDS, HangTimeout
+    from mpi4dl.training.data import one_each
 
     patience = HangTimeout(SETTLED_SECONDS if comm.size > 1 else 0.0)
     patience.stop()  # until this rank has a slide
-    progress, num_lines = ProgressOfImages(count, comm.rank == 0, "slide"), 0
-    for first in range(0, count, comm.size):
-        line = ""
+    for index, line in one_each(comm, range(count), lambda index: work(index, patience.feed), patience):
         with comm.together((OSError,)):
-            if first + comm.rank < count:
-                with patience.working("slide"):
-                    line = work(first + comm.rank, patience.feed)
-        with comm.together((OSError,)):
-            for index in range(first, min(first + comm.size, count)) if comm.rank == 0 else ():
+            if comm.rank == 0:
                 done(index)
-        lines = [each for each in comm.all_gather_object(line) if each]
-        for each in lines if comm.rank == 0 else ():
-            print(each, flush=True)
-        num_lines += len(lines)
-        progress.advance(min(comm.size, count - first), 0)
-    progress.close()
-    return num_lines
+        if line and comm.rank == 0:
+            print(line, flush=True)
 
 
 @command(
@@ -314,15 +303,13 @@ def _open(comm: "Communicator", source: str, chosen: CheckedSlides, task: str | 
     from mpi4dl.datasets.slides.slide import Resolution
     from mpi4dl.options.sources import named_columns
 
-    found = None
-    with comm.together((ValueError, OSError)):
-        if comm.rank == 0:
-            slides = SlideOptions(Resolution(chosen.mpp, chosen.magnification, None, chosen.assume_mpp))
-            folder = None if chosen.slides_folder is None else Path(chosen.slides_folder)
-            columns = named_columns(chosen)
-            labels: Any = {"label_columns": ()} if task is None else {"task": task}
-            found = SlideFolder(Path(source), slides, folder=folder, columns=columns, **labels)
-    return comm.broadcast_object(found)
+    def listed() -> SlideFolder:
+        slides = SlideOptions(Resolution(chosen.mpp, chosen.magnification, None, chosen.assume_mpp))
+        folder = None if chosen.slides_folder is None else Path(chosen.slides_folder)
+        labels: Any = {"label_columns": ()} if task is None else {"task": task}
+        return SlideFolder(Path(source), slides, folder=folder, columns=named_columns(chosen), **labels)
+
+    return comm.from_first(listed)
 
 
 @command(

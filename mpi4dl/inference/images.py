@@ -347,6 +347,7 @@ class UnlabelledPictures(UnlabelledFiles):
     ) -> None:
         self._told = told
         super().__init__(root, files, channels=channels if isinstance(channels, tuple) else "all")
+        self.values = None  # which are compared with those of the targets of training
 
     def _look(self) -> tuple[int, str | None]:
         return self._told
