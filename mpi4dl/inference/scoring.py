@@ -23,7 +23,7 @@ from mpi4dl.geometry import Interval
 from mpi4dl.inference.images import Coverage, open_files_of_run, open_labelled
 from mpi4dl.inference.masks import Target, WindowInterval, Windows, targets_of
 from mpi4dl.inference.model import Prediction, Predictor
-from mpi4dl.inference.options import Evaluating, Inference, near_square
+from mpi4dl.inference.options import Evaluating, Inference
 from mpi4dl.inference.pictures import Example, jpeg_of, scale_of
 from mpi4dl.inference.records import NOT_NUMBERS, columns_of
 from mpi4dl.inference.samples import (
@@ -616,8 +616,7 @@ class _Pictures(_Collected):
 
             wrong = not model.task.makes_images or self.task.num_outputs not in (1, 3)
             model.comm.agree("`lpips` is of grey or RGB pictures that a model makes" if wrong else None)
-            tiles = near_square(model.comm.size, 2)
-            self.distance = perceptual_distance.PerceptualDistance(model.comm, model.assembly.device, lpips, tiles)
+            self.distance = perceptual_distance.PerceptualDistance(model.comm, model.assembly.device, lpips)
             self.metric_names = (*self.metric_names, LPIPS)
         if seams is not None:
             other = "`seams` are of pictures that a model makes, as files have them"

@@ -150,7 +150,7 @@ class WeightAverage:
             self._of[id(master.value)] = self.home.place(like.copy_(value.to(like.device).view(like.shape)))
 
 
-FIRST, EVERY = 3, 100  # steps in which parameters are looked at
+FIRST, EVERY = 3, 100  # steps, or passes of models in own loops, in which ranks look at what they have
 ReadShard = Callable[[str, int, int], tuple[Tensor, State]]
 GradientHook = Callable[[str, Tensor], Tensor | None]
 
