@@ -25,7 +25,8 @@ import numpy.typing as npt
 
 from mpi4dl._files import Replacement, map_new, naming
 from mpi4dl._palette import of_classes
-from mpi4dl._progress import ProgressLine, quietly
+from mpi4dl._progress import ProgressLine
+from mpi4dl._wording import quietly
 from mpi4dl.datasets.base import BadImage, DatasetError, FunctionImage, Image, Values
 from mpi4dl.datasets.listed import OtherFile
 from mpi4dl.datasets.split import Named

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mpi4dl._progress import ProgressLine, ProgressOfImages, quietly
-from mpi4dl._wording import aligned, counted
+from mpi4dl._progress import ProgressLine, ProgressOfImages
+from mpi4dl._wording import aligned, counted, quietly
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.base import IGNORED, BadImage, DatasetError, Image, Pixels, printable
 from mpi4dl.datasets.files import planes_of

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl._progress import Tell, quietly
-from mpi4dl._wording import counted, some
+from mpi4dl._wording import Tell, counted, quietly, some
 from mpi4dl.datasets.base import BadImage, DatasetError, LastMade, Pixels, printable
 from mpi4dl.datasets.kinds import SLIDES
 from mpi4dl.datasets.labels import files_of, of_values

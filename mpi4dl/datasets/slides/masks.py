@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
-from mpi4dl._progress import Tell, quietly
-from mpi4dl._wording import counted, some
+from mpi4dl._wording import Tell, counted, quietly, some
 from mpi4dl.datasets.base import IGNORED, BadImage, DatasetError, Image, LastMade
 from mpi4dl.datasets.listed import File, ListedFiles, known_size
 from mpi4dl.datasets.masks import IGNORE_INDEX, Mask, open_stored, values_in
