@@ -239,12 +239,13 @@ def open_files_of_run(comm: Communicator, trained: TrainedOptions, folder: Path,
 
     Files that came since are not among them. Collective. Raises Refusal on all ranks.
     """
-    kept, missing = folder / SAMPLES, None
-    if comm.rank == 0 and not kept.is_file():
-        missing = f"{folder}: has no {SAMPLES}, in which a run keeps which samples are for what: name others"
-    comm.agree(comm.broadcast_object(missing))
+    kept = folder / SAMPLES
 
     def opened() -> tuple[Named, str]:
+        if not kept.is_file():
+            raise DatasetError(
+                f"{folder}: has no {SAMPLES}, in which a run keeps which samples are for what: name others"
+            )
         split: Any = trained.files().split(fraction=0.5, seed=0, split_file=kept)[0].whole
         indices = [i for i, row in enumerate(split.rows) if row.split == part]
         if not indices:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, fields
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from mpi4dl.comm import Refusal
 from mpi4dl.geometry import near_square
 from mpi4dl.options.config import Data, Parallel, Slides
 from mpi4dl.options.declare import ConfigError, instead, like, neutral, option, same_as
@@ -274,6 +275,14 @@ class EvaluationOptions:
 
     evaluating: Evaluating = field(default_factory=Evaluating)
     columns: LabelledColumns = field(default_factory=LabelledColumns)
+
+
+def others_of(images: Any, asked: ToPredict | Evaluating) -> str | None:
+    """The slides or features that are asked for instead of images. Raises Refusal, alike on all ranks."""
+    others = asked.slides or asked.features
+    if images is not None and others is not None:
+        raise Refusal(f"`images` and `{'slides' if asked.slides else 'features'}` were both given: choose one")
+    return others
 
 
 def placed(trained: "ModelOptions", chosen: Inference, num_ranks: int) -> tuple[dict[str, Any], str]:

@@ -264,7 +264,7 @@ def judging_by(
     Where these are what is evaluated, as no `images` and no slides are given, the rule has no thresholds yet.
     Collective; raises Refusal on all ranks if the validation images cannot be read.
     """
-    judging, threshold = Judging.of(asked), asked.threshold
+    judging, threshold = Judging(**vars(asked)), asked.threshold
     on_others = asked.slides or asked.features or images is not None or asked.part not in (None, "val")
     if not is_rule(threshold) or not on_others:
         return judging
