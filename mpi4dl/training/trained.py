@@ -21,7 +21,7 @@ from mpi4dl.options.config import Config, parse, shared_options
 from mpi4dl.options.data import build_views
 from mpi4dl.options.declare import options_of, value_of, with_options, with_values
 from mpi4dl.options.models import build_model
-from mpi4dl.options.sources import named_columns, source_of
+from mpi4dl.options.sources import source_of
 from mpi4dl.results.names import CONFIG
 from mpi4dl.runs.assembly import ModelAssembly, assemble
 from mpi4dl.runs.description import FILE, Description, described_by, description_of, untrusted
@@ -123,7 +123,7 @@ class TrainedOptions(ModelOptions):
     Attributes:
         skips_glass: whether training left out what of slides is no tissue.
         in_bounds: whether coordinates of annotations begin where the scanner began.
-        columns, ignore_index, channels: of tables, of masks, and of pictures.
+        channels: which of pictures are read.
     """
 
     def __init__(self, config: Config, about: Description) -> None:
@@ -131,7 +131,6 @@ class TrainedOptions(ModelOptions):
         self.about = about
         self.skips_glass = config.slides.background != "keep"
         self.in_bounds = config.slides.annotation_origin == "bounds"
-        self.columns, self.ignore_index = named_columns(config.slides), config.data.ignore_index
         self.channels: Channels = config.data.channels
 
     def _like(self, config: Config) -> "TrainedOptions":
