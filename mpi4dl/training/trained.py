@@ -6,7 +6,7 @@ No room above this one sees a configuration: what it wants to know of one is an 
 from collections.abc import Collection, Mapping, Set
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -28,9 +28,6 @@ from mpi4dl.runs.description import FILE, Description, described_by, description
 from mpi4dl.tasks.task import TASKS, Task
 from mpi4dl.training.data import open_images
 from mpi4dl.training.setup import framed
-
-if TYPE_CHECKING:
-    from mpi4dl.datasets.slides.tissue import Mask
 
 T = TypeVar("T", bound="ModelOptions")
 
@@ -190,11 +187,3 @@ class TrainedOptions(ModelOptions):
         whole, indices = in_whole(images)
         rows = [whole.rows[index] for index in indices]
         return [printable(line) for line in remarks(self._config.slides.covariates, rows, whole.source)]
-
-    def tissue_cells(self, slide: Any) -> "Mask":
-        """Which cells of a slide have tissue, as the training found it."""
-        from mpi4dl.datasets.slides.tissue import find_tissue
-
-        chosen = self._config.slides
-        threshold = None if isinstance(chosen.tissue, str) else chosen.tissue
-        return find_tissue(slide, threshold, chosen.leave_out).cells(slide)
