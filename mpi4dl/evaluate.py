@@ -64,16 +64,11 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
     images, which = open_to_evaluate(
         comm, model.trained, model.folder, options.images, config.columns, others is not None, options.part
     )
-    warnings: list[str] = []
-    with comm.together((ValueError, OSError)):
-        if comm.rank == 0 and (others or options.images):
-            warnings = seen_before(images, model.folder)
+    warnings = comm.from_first(lambda: seen_before(images, model.folder) if others or options.images else [])
     for line in (*model.title(), f"evaluated on {which}", *warnings) if comm.rank == 0 else ():
         print(asked.spell(line), flush=True)
     out = None if options.out is None else Path(options.out)
-    with comm.together():
-        if comm.rank == 0:
-            require_writable(out or model.folder)
+    comm.from_first(lambda: require_writable(out or model.folder))
     scores = score(model, images, judging, speaks=True, seams=options.seams, lpips=options.lpips)
     file = file_of_evaluation(model.folder, out, datetime.now())
     told: dict[str, Any] = {

@@ -70,7 +70,8 @@ FLOOR_1_MAY_IMPORT = {
 
 # Within mpi4dl.parallel, from below: each may import those before it.
 OF_PARALLEL = (
-    "disk tables inputs replicas spatial experts tensor plan pipeline blocks costs streaming cut own_loop".split()
+    "disk tables inputs replicas cpu_kernels spatial experts tensor plan pipeline blocks costs streaming cut "
+    "own_loop".split()
 )
 
 

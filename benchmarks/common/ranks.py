@@ -72,7 +72,7 @@ def random_batch(num_images: int, size: Sequence[int], num_classes: int) -> tupl
 
 def use_pytorchs_kernels() -> None:
     """Take back all kernels on CPUs that mpi4dl has put in place of PyTorch's: in a process of another contestant."""
-    from mpi4dl.parallel.spatial.rules import cpu_kernels
+    from mpi4dl.parallel import cpu_kernels
 
     vars(cpu_kernels).pop("OURS", None)
 

@@ -56,9 +56,7 @@ def summarise(
         comm.agree(
             f"`threshold` {judging.threshold} chooses on validation samples, which folds are evaluated on: say a number"
         )
-    with comm.together():
-        if comm.rank == 0:
-            require_writable(out or folder)
+    comm.from_first(lambda: require_writable(out or folder))
     runs, asked, unfinished = comm.from_first(lambda: _looked_at(folder, part))
     if len(runs) < 2:
         comm.agree(f"{folder}: {counted(len(runs), 'fold')} finished, but a summary needs two: train more folds")

@@ -1,9 +1,10 @@
 """The options of commands that use a trained model: changes to options of the training, plan and devices."""
 
 from dataclasses import dataclass, field, fields
-from math import isqrt, prod
+from math import prod
 from typing import TYPE_CHECKING, Any
 
+from mpi4dl.geometry import near_square
 from mpi4dl.options.config import Data, Parallel, Slides
 from mpi4dl.options.declare import ConfigError, instead, like, neutral, option, same_as
 from mpi4dl.options.kinds import (
@@ -319,11 +320,3 @@ def placed(trained: "ModelOptions", chosen: Inference, num_ranks: int) -> tuple[
 
 _SAME = frozenset(each.name for each in fields(Placing)) & frozenset(each.name for each in fields(Parallel))
 _SAME -= {"tiles", "data"}  # None of which is to be chosen
-
-
-def near_square(count: int, num_axes: int) -> tuple[int, ...]:
-    """So many tiles: of pictures as many rows as go, up to as many as columns; of volumes all of the depth."""
-    if num_axes == 1:
-        return (count,)
-    rows = next(n for n in range(isqrt(count), 0, -1) if count % n == 0)
-    return (*(1,) * (num_axes - 2), rows, count // rows)

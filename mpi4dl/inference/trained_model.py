@@ -105,16 +105,12 @@ class TrainedModel(Predictor):
             found = self._adapted(images)
             self.comm.agree(difference(found, self.about))
         if out is not None:
-            with self.comm.together():
-                if self.comm.rank == 0:
-                    require_writable(Path(out))
+            self.comm.from_first(lambda: require_writable(Path(out)))
         scores = score(model, found, judging, seams=asked.seams, lpips=asked.lpips)
         if out is not None:
             file = file_of_evaluation(self.folder, Path(out), datetime.now())
             told = {"source": str(self.source), "images": str(others or images), "precision": self.precision}
-            with self.comm.together():
-                if self.comm.rank == 0:
-                    scores.write(file, told)
+            self.comm.from_first(lambda: scores.write(file, told))
         return scores
 
     def _asked(self, kind: type[T], options: dict[str, Any]) -> T:

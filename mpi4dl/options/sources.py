@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from mpi4dl import datasets
-from mpi4dl._progress import ProgressLine, Tell, quietly
-from mpi4dl._wording import counted, some
+from mpi4dl._progress import ProgressLine
+from mpi4dl._wording import Tell, counted, quietly, some
 from mpi4dl.datasets.arrays import is_cifar
 from mpi4dl.datasets.base import task_of
 from mpi4dl.datasets.kinds import PICTURES, VOLUMES

@@ -164,7 +164,7 @@ def exchange(
 
     Several places of one parameter get one other.
     """
-    places = [(module, name, before) for module, name in names if (before := module._parameters[name]) is not None]
+    places = [(module, name, before) for module, name in names if (before := module._parameters.get(name)) is not None]
     here = Counter(id(before) for _, _, before in places)
     everywhere = Counter(id(p) for module in stages.modules() for p in module._parameters.values())
     known: dict[int, nn.Parameter] = {}

@@ -165,6 +165,11 @@ class TrainedOptions(ModelOptions):
         options = self._config.training.loss_options if named or loss is None else {}
         return TASKS[self.about.task](self.about.num_outputs, named, options)
 
+    @property
+    def makes_pictures(self) -> bool:
+        """Whether the model makes images out of files, each of which it sees at its own size."""
+        return self.task.makes_images and self.source.has_files
+
     def view(self, fit: Fit) -> View:
         """How images become the inputs of the model. Raises ValueError, TypeError."""
         return build_views(self._config, self.about.channels, fit)[1]

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl._wording import counted, some
+from mpi4dl._wording import Tell, counted, quietly, some
 from mpi4dl.datasets.base import BadImage, DatasetError, LastMade, Pixels, printable
 from mpi4dl.datasets.kinds import SLIDES
 from mpi4dl.datasets.labels import files_of, of_values
 from mpi4dl.datasets.listed import ListedFiles, mask_as_text
 from mpi4dl.datasets.samples import COVARIATES, read_samples
-from mpi4dl.datasets.slides.masks import MaskOptions, SlideMasks, Tell, quietly
+from mpi4dl.datasets.slides.masks import MaskOptions, SlideMasks
 from mpi4dl.datasets.slides.slide import SAME_MPP, Cells, Resolution, Slide, SlideFile, open_slide
 from mpi4dl.datasets.slides.targets import SlideTargets
 from mpi4dl.datasets.slides.tissue import NoTissue, find_tissue, tissue_pixels

@@ -105,7 +105,6 @@ def cut_parameters(model: nn.Module, cutting: Cutting, grid: Grid) -> dict[str, 
                 holder._parameters = CutParameters(holder._parameters, {}, known)
             holder._parameters.layouts[leaf] = layout
             if layout is not None:
-                _show_whole(holder, leaf, layout)
                 layouts[each] = layout
     paths = dict(model.named_modules())
     for path, num_experts in cutting.experts.items():
@@ -145,7 +144,7 @@ Known = WeakValueDictionary[tuple[int, bool], Tensor]
 
 
 class CutParameters(dict[str, "nn.Parameter | None"]):
-    """The `_parameters` of a module with parts: while a model runs, its code finds those with `layouts` whole."""
+    """The `_parameters` of a module with parts: each attribute with a layout is whole; while a model runs, all are."""
 
     def __init__(self, values: Any, layouts: "dict[str, Layout | None]", known: Known) -> None:
         super().__init__(values)
@@ -156,8 +155,7 @@ class CutParameters(dict[str, "nn.Parameter | None"]):
 
     def __getitem__(self, name: str) -> Any:
         part, layout = dict.__getitem__(self, name), self.layouts.get(name)
-        runs = whole_gradients.is_entered() or torch._C._current_graph_task_id() >= 0
-        if part is None or layout is None or not runs:
+        if part is None or layout is None:
             return part
         key = id(part), part.requires_grad and torch.is_grad_enabled()
         known = self._known.get(key)
@@ -166,20 +164,24 @@ class CutParameters(dict[str, "nn.Parameter | None"]):
         return known
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if dict.__contains__(self, name) else default
+        return self[name] if _runs() and name in self else dict.get(self, name, default)
 
     def values(self) -> Any:
         return (value for _, value in self.items())
 
     def items(self) -> Any:
         for name in self:
-            value = self[name]
-            if whole_gradients.is_entered() and self.layouts.get(name, self) is None:
+            if _runs() and self.layouts.get(name, self) is None:
                 raise Refusal(
                     f"the model asks for all of its parameters, but ranks have parts of the experts' {name}: let it "
                     "leave experts out, or train without `experts` and `tensor`"
                 )
-            yield name, value
+            yield name, self.get(name)
+
+
+def _runs() -> bool:
+    """Whether a model does, forward or backward."""
+    return whole_gradients.is_entered() or torch._C._current_graph_task_id() >= 0
 
 
 def seen_whole(part: Tensor, layout: Layout) -> Tensor:
@@ -187,13 +189,3 @@ def seen_whole(part: Tensor, layout: Layout) -> Tensor:
     whole = wrap(part.view_as(part), layout)  # a function of it, so that who keeps it elsewhere brings it
     whole._is_param = True  # an nn.Parameter, as `get_parameter` asks
     return whole
-
-
-def _show_whole(module: nn.Module, name: str, layout: Layout) -> None:
-    """Let a module that has a part of a parameter see it as a part of the whole."""
-
-    def seen(self: Any) -> Tensor:
-        return seen_whole(dict.__getitem__(self._parameters, name), layout)
-
-    kind = type(module)
-    module.__class__ = type(kind.__name__, (kind,), {name: property(seen), "__module__": kind.__module__})

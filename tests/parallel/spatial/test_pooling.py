@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpi4dl.geometry import Window
-from mpi4dl.parallel import spatial
-from mpi4dl.parallel.spatial.rules import cpu_kernels
+from mpi4dl.parallel import cpu_kernels, spatial
 from mpi4dl.parallel.spatial.rules.windows import described
 from tests.parallel.spatial.comparing import (
     ARRANGEMENTS,

@@ -22,8 +22,8 @@ from mpi4dl.comm import Communicator
 from mpi4dl.comm.blocks import Blocks
 from mpi4dl.comm.exchange import Exchange, Like, narrow, shape_of
 from mpi4dl.geometry import Box
+from mpi4dl.parallel.cpu_kernels import CPU, OF_BATCH_NORM, batch_norm_backward
 from mpi4dl.parallel.spatial.grid import Layout
-from mpi4dl.parallel.spatial.rules.cpu_kernels import CPU, OF_BATCH_NORM, batch_norm_backward
 
 # A few numbers for each channel: each rank's sums of its pixels, and the moments of all ranks' pixels made of them.
 #
