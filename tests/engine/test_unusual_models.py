@@ -163,6 +163,35 @@ def aliased(buffer: bool) -> nn.Module:
     return model
 
 
+class Keeping(Net):
+    """Keeps its weight as the first forward pass found it, or as the last one did."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.kept: Tensor | None = None
+        self.replaces = last
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept is None or self.replaces:
+            self.kept = self.first.weight.detach()[1:]
+        return super().forward(x) * self.kept.sum()
+
+
+def keep(comm: Communicator, last: bool) -> None:
+    model = Keeping(last).double()
+    engine = engine_of(comm, model, sgd(model), 3)
+    images, targets = batch(0)
+    for _ in range(3):
+        engine.step([images[slice(*engine.reads(BATCH, SIZE)[0].box[0])]], targets, SIZE)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_view_of_a_weight_that_would_not_follow_the_steps_is_refused(ranks: Ranks, last: bool) -> None:
+    words = r"keeps a tensor in the memory of a parameter \(one of shape \(4, 3, 3, 3\)\)"
+    with nullcontext() if last else pytest.raises(RanksFailed, match=words):
+        ranks(2).run(keep, last)
+
+
 class Remembering(Net):
     """With something in its state that is no tensor."""
 

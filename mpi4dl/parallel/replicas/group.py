@@ -329,6 +329,8 @@ class ReplicaGroup:
             raise Refusal(problem)
         if not self._copied:
             self._know()
+        if self.gatherer is not None:
+            self.gatherer.freed = []  # what evaluations freed may have become their outputs
         self.reducer.prepare(accumulate=True)
 
     def unfreeze(self, names: Collection[str]) -> None:
@@ -351,6 +353,8 @@ class ReplicaGroup:
                 problem = f"{self.names[changed[0]]} was changed {OUTSIDE if self._copied else MEANWHILE}"
         if self.reducer.finish(self._hooked):
             self._hooked, problem = [], problem or UNLIKE_HOOKS
+        if problem is None and self.gatherer is not None:
+            problem = self.gatherer.kept()
         return problem
 
     def call_hooks(self) -> None:
