@@ -36,7 +36,6 @@ from mpi4dl.comm.exchange import functions_behind, linear, running_forward
 from mpi4dl.geometry import SPACE, GridShape, near_square
 from mpi4dl.parallel.inputs import tensors_within
 from mpi4dl.parallel.replicas.buckets import bits_of, is_expanded
-from mpi4dl.parallel.replicas.group import EVERY, FIRST
 from mpi4dl.parallel.replicas.optimizer_traits import backward_hook_in, modules_of, set_aside
 from mpi4dl.parallel.replicas.parameter_sums import (
     ForwardPass,
@@ -53,6 +52,7 @@ from mpi4dl.parallel.spatial.sharding import from_tile, shard, spread_evenly
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, guards, in_arguments, local_part, refusal
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
+FIRST, EVERY = 3, 100  # forward passes of training in which ranks compare what they have
 FEW = 1000  # numbers of a gradient that they compare in the others
 
 
