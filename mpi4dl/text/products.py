@@ -30,7 +30,8 @@ from mpi4dl.parallel.spatial import SpatialTensor
 ROWS_OF_PRODUCTS = 8
 MULTIPLES = (ROWS_OF_PRODUCTS, 16, 32, 64)
 MOST_ROWS = 512  # up to which products are tried
-BLOCK = 16  # rows
+PACKED_ROWS = 1, 2, 4, 8, 12, 16  # that are multiplied: for each number oneDNN keeps a kernel, of 0.5 MB
+BLOCK = PACKED_ROWS[-1]
 OUTPUTS_AT_ONCE = 1024  # of a weight of which an embedding looks up rows, too: it unpacks as many for one
 LOGITS_LAYER = "lm_head"  # behind which there is no activation
 
@@ -98,10 +99,8 @@ class PackedWeight(ReplacedWeight):
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """x W' + b by the packed product."""
     rows = x.reshape(-1, x.shape[-1])
-    if weight.fewest_rows <= rows.shape[0] <= BLOCK:
-        found = _multiply(rows, weight, bias)
-    else:
-        found = torch.cat([_padded(block, weight, bias) for block in rows.split(BLOCK)])
+    products = [_padded(block, weight, bias) for block in rows.split(BLOCK)]
+    found = products[0] if len(products) == 1 else torch.cat(products)
     return found.view(*x.shape[:-1], found.shape[-1])
 
 
@@ -122,8 +121,11 @@ PackedWeight.uses = {F.linear: linear, F.embedding: embedding}
 
 
 def _padded(rows: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    missing = max(0, weight.fewest_rows - len(rows))
-    return _multiply(F.pad(rows, (0, 0, 0, missing)) if missing else rows, weight, bias)[: len(rows)]
+    number = max(weight.fewest_rows, len(rows))
+    missing = next(enough for enough in PACKED_ROWS if enough >= number) - len(rows)
+    if not missing:
+        return _multiply(rows, weight, bias)
+    return _multiply(F.pad(rows, (0, 0, 0, missing)), weight, bias)[: len(rows)]
 
 
 def _multiply(rows: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
@@ -134,7 +136,7 @@ def _multiply(rows: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor
 
 
 def fewest_rows(weight: PackedWeight, biased: bool = True) -> int | None:
-    """From how many rows on, up to `BLOCK`, this machine gives each row the same bits, without a bias and with one.
+    """From which of `PACKED_ROWS` on this machine gives each row the same bits, without a bias and with one.
 
     None: from more than `ROWS_OF_PRODUCTS` on, or not at all.
     """
@@ -143,8 +145,10 @@ def fewest_rows(weight: PackedWeight, biased: bool = True) -> int | None:
     found = 1
     for bias in (None, torch.ones(weight.shape[0])) if biased else (None,):
         expected, fewest = _multiply(rows, weight, bias)[0], BLOCK + 1
-        while fewest > found and bool((_multiply(rows[: fewest - 1], weight, bias) == expected).all()):
-            fewest -= 1
+        for number in reversed(PACKED_ROWS):
+            if not (_multiply(rows[:number], weight, bias) == expected).all():
+                break
+            fewest = number
         found = max(found, fewest)
     return found if found <= ROWS_OF_PRODUCTS else None
 
@@ -164,14 +168,13 @@ def pack_weights(stages: LocalStages) -> None:
     fewest: dict[torch.Size, int | None] = {}
 
     def packed(weight: nn.Parameter, only_one: bool) -> nn.Parameter:
-        in_parts = id(weight) in looked_up
-        how = (OUTPUTS_AT_ONCE, only_one) if in_parts else ()
-        mine: PackedWeight = weight if isinstance(weight, PackedWeight) else PackedWeight(weight, *how)
+        at_once = OUTPUTS_AT_ONCE if id(weight) in looked_up else sys.maxsize
+        mine = weight if isinstance(weight, PackedWeight) else PackedWeight(weight, at_once, only_one)
         if weight.shape not in fewest:
             fewest[weight.shape] = fewest_rows(mine, weight.shape in biased)
         rows = fewest[weight.shape]
         if rows is None:
-            return nn.Parameter(mine.plain(), requires_grad=False) if in_parts or mine is weight else weight
+            return nn.Parameter(mine.plain(), requires_grad=False) if only_one or mine is weight else weight
         mine.fewest_rows, mine.threads = rows, torch.get_num_threads()
         return cast("nn.Parameter", mine)
 
