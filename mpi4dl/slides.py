@@ -20,20 +20,14 @@ from mpi4dl.inference.options import LabelledColumns
 from mpi4dl.options.command import Command, CommandLine, command, refuse_together
 from mpi4dl.options.config import Slides
 from mpi4dl.options.declare import ConfigError, asked_topic, like, nearest, option
-from mpi4dl.options.kinds import COUNT, NAME, NAMES, POSITIVE, SEED, SHARE, Kind, choice, optional
+from mpi4dl.options.kinds import COUNT, NAME, NAMES, POSITIVE, SEED, SHARE, choice, optional, some_numbers
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
 
 DESCRIPTION = "Check slides, show their tissue, compose synthetic ones, or compare maps of them with annotations."
 STRIP_PX = 1024  # rows of a slide that are read at once
-EACH_MPP = Kind(
-    "numbers greater than 0, such as 0.5 or 0.25,0.5",
-    "X,...",
-    lambda value: tuple(POSITIVE.check(float(each)) for each in str(value).split(",")),
-    raw=lambda numbers: ",".join(map(str, numbers)),
-)
-
+EACH_MPP = some_numbers("numbers greater than 0, such as 0.5 or 0.25,0.5", POSITIVE)
 Feed = Callable[[], None]
 
 
@@ -204,34 +198,23 @@ def _each(
     count: int,
     work: Callable[[int, Feed], str],
     done: Callable[[int], object] = lambda index: None,
-) -> int:
-    """Share `count` slides over the ranks, print what `work(index, feed)` returns, and return how many lines that was.
+) -> None:
+    """Share `count` slides over the ranks, and print what `work(index, feed)` returns.
 
     Rank 0 calls `done(index)` for each slide that is done. `feed()` is a sign of life, due every few minutes: a rank
     without one ends the job. Collective; an OSError of one rank ends the command on all.
     """
-    from mpi4dl._progress import ProgressOfImages
     from mpi4dl.runs.stopping import SETTLED_SECONDS, HangTimeout
+    from mpi4dl.training.data import one_each
 
     patience = HangTimeout(SETTLED_SECONDS if comm.size > 1 else 0.0)
     patience.stop()  # until this rank has a slide
-    progress, num_lines = ProgressOfImages(count, comm.rank == 0, "slide"), 0
-    for first in range(0, count, comm.size):
-        line = ""
+    for index, line in one_each(comm, range(count), lambda index: work(index, patience.feed), patience):
         with comm.together((OSError,)):
-            if first + comm.rank < count:
-                with patience.working("slide"):
-                    line = work(first + comm.rank, patience.feed)
-        with comm.together((OSError,)):
-            for index in range(first, min(first + comm.size, count)) if comm.rank == 0 else ():
+            if comm.rank == 0:
                 done(index)
-        lines = [each for each in comm.all_gather_object(line) if each]
-        for each in lines if comm.rank == 0 else ():
-            print(each, flush=True)
-        num_lines += len(lines)
-        progress.advance(min(comm.size, count - first), 0)
-    progress.close()
-    return num_lines
+        if line and comm.rank == 0:
+            print(line, flush=True)
 
 
 @command(
@@ -255,13 +238,10 @@ def hits(comm: "Communicator", asked: CommandLine[HitsConfig]) -> None:
     from mpi4dl.viewer.hits import Hit, csv_of, hit_of
     from mpi4dl.viewer.results import read_results
 
-    results, chosen, columns = None, asked.config.annotated, asked.config.columns
-    with comm.together((ValueError, OSError)):
-        if comm.rank == 0:
-            table, folder = (None if each is None else Path(each) for each in (chosen.slides, chosen.slides_folder))
-            of_table = named_columns(columns), columns.label_columns
-            results = read_results(Path(asked.source), table, folder, chosen.assume_mpp, *of_table)
-    results = comm.broadcast_object(results)
+    chosen, columns = asked.config.annotated, asked.config.columns
+    table, folder = (None if each is None else Path(each) for each in (chosen.slides, chosen.slides_folder))
+    where = table, folder, chosen.assume_mpp, named_columns(columns), columns.label_columns
+    results = comm.from_first(lambda: read_results(Path(asked.source), *where))
     slides = [each for each in results.slides if each.annotation is not None]
     for remark in results.remarks if comm.rank == 0 else ():
         print(asked.spell(remark))
@@ -293,9 +273,7 @@ def hits(comm: "Communicator", asked: CommandLine[HitsConfig]) -> None:
             f"{asked.source}: no slide has a map and an annotation with polygons: name the table with a column "
             "annotation by --slides, and predict with --maps"
         )
-    with comm.together((OSError,)):
-        if comm.rank == 0:
-            write_durably(Path(asked.source) / "hits.csv", csv_of(found))
+    comm.from_first(lambda: write_durably(Path(asked.source) / "hits.csv", csv_of(found)))
     if comm.rank == 0:
         told = []
         for what, count in (
@@ -314,15 +292,13 @@ def _open(comm: "Communicator", source: str, chosen: CheckedSlides, task: str | 
     from mpi4dl.datasets.slides.slide import Resolution
     from mpi4dl.options.sources import named_columns
 
-    found = None
-    with comm.together((ValueError, OSError)):
-        if comm.rank == 0:
-            slides = SlideOptions(Resolution(chosen.mpp, chosen.magnification, None, chosen.assume_mpp))
-            folder = None if chosen.slides_folder is None else Path(chosen.slides_folder)
-            columns = named_columns(chosen)
-            labels: Any = {"label_columns": ()} if task is None else {"task": task}
-            found = SlideFolder(Path(source), slides, folder=folder, columns=columns, **labels)
-    return comm.broadcast_object(found)
+    def listed() -> SlideFolder:
+        slides = SlideOptions(Resolution(chosen.mpp, chosen.magnification, None, chosen.assume_mpp))
+        folder = None if chosen.slides_folder is None else Path(chosen.slides_folder)
+        labels: Any = {"label_columns": ()} if task is None else {"task": task}
+        return SlideFolder(Path(source), slides, folder=folder, columns=named_columns(chosen), **labels)
+
+    return comm.from_first(listed)
 
 
 @command(

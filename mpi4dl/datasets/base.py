@@ -229,12 +229,16 @@ class LastMade:
 
 @dataclass(frozen=True)
 class FunctionImage:
-    """An image of this size, or a mask, whose boxes a function reads; `axes` and `affine` as of `Opened`."""
+    """An image of this size, or a mask, whose boxes a function reads; `axes` and `affine` as of `Opened`.
+
+    `gaps`: pixels that are not-a-number have no data.
+    """
 
     size: tuple[int, ...]
     read: Callable[..., npt.NDArray[Any]]
     axes: str = ""
     affine: npt.NDArray[np.float64] | None = None
+    gaps: bool = False
 
 
 class WholeImage:

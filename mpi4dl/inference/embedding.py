@@ -45,7 +45,7 @@ from mpi4dl.results.job import FolderJob, ItemInput, settings_of
 from mpi4dl.results.names import FEATURES
 from mpi4dl.runs.folder import better_weights
 from mpi4dl.runs.stopping import HangTimeout
-from mpi4dl.training.data import measure_stains, shared
+from mpi4dl.training.data import measure_stains, one_each, shared
 from mpi4dl.training.trained import ModelOptions
 
 if TYPE_CHECKING:
@@ -332,25 +332,15 @@ class Embedding:
 
     def find_tissue(self) -> None:
         """Find the patches of all slides to do, each on one rank."""
-        wanted, progress = self.todo, ProgressOfImages(len(self.todo), self.comm.rank == 0, "slide", "finding tissue")
-        for first in range(0, len(wanted), self.comm.size):
-            group = wanted[first : first + self.comm.size]
-            problem, count = None, 0
-            with self.comm.together((DatasetError,)):  # such as a package that is missing
-                if self.comm.rank < len(group):
-                    index = group[self.comm.rank]
-                    try:
-                        with self.patience.working("tissue"):
-                            self._places[index] = self.slides.tissue_patches(index, self.encoder.patch)
-                        count = len(self._places[index])
-                    except BadImage as error:
-                        problem = str(error)
-            for index, (said, number) in zip(group, self.comm.all_gather_object((problem, count)), strict=False):
-                self.counts[index] = number
-                if said is not None:
-                    self.bad[index] = printable(said)
-            progress.advance(len(group), sum(index in self.bad for index in group))
-        progress.close()
+
+        def find(index: int) -> int:
+            self._places[index] = self.slides.tissue_patches(index, self.encoder.patch)
+            return len(self._places[index])
+
+        for index, found in one_each(self.comm, self.todo, find, self.patience, doing="finding tissue"):
+            self.counts[index] = 0 if isinstance(found, BadImage) else found
+            if isinstance(found, BadImage):
+                self.bad[index] = printable(str(found))
 
     def run(self) -> None:
         wanted = [*self.counts]

@@ -14,24 +14,22 @@ from mpi4dl._wording import counted, some
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.arrays import is_cifar, load_cifar, load_npz
 from mpi4dl.datasets.base import BadImage, DatasetError, task_of
-from mpi4dl.datasets.files import DEPTHS, Channels, StoredPicture, is_zarr, open_image, open_stored_picture
+from mpi4dl.datasets.files import DEPTHS, Channels, is_zarr, open_image
 from mpi4dl.datasets.kinds import PICTURES, SLIDES, VOLUMES, FileKind
 from mpi4dl.datasets.labels import FORMS
-from mpi4dl.datasets.listed import TEST, UNKNOWN, VALIDATION, File, ListedFiles, num_bytes_of, subfolders
+from mpi4dl.datasets.listed import TEST, VALIDATION, File, ListedFiles, known_size, subfolders
 from mpi4dl.datasets.samples import TABLE, open_table
-from mpi4dl.datasets.sources import SampleFiles, open_files, paired_form
+from mpi4dl.datasets.sources import SampleFiles, paired_form
 from mpi4dl.datasets.split import Named, Subset, in_whole
 from mpi4dl.datasets.table import folded_column
-from mpi4dl.datasets.transform import as_fit
+from mpi4dl.datasets.transform import FITTED, as_fit
 from mpi4dl.datasets.volumes import open_volume
-from mpi4dl.inference.masks import FITS
 from mpi4dl.inference.options import Evaluating, LabelledColumns, TableColumns, ToPredict
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.sources import some_sizes
 from mpi4dl.runs.description import Description
 from mpi4dl.runs.samples import FILE as SAMPLES
 from mpi4dl.runs.samples import RunSamples
-from mpi4dl.tasks.task import TASKS
 from mpi4dl.training.data import shared, unlike_values
 from mpi4dl.training.trained import TrainedOptions
 
@@ -119,19 +117,10 @@ def _labelled(source: str, trained: TrainedOptions, columns: TableColumns) -> tu
     if not table and not FORMS[about.task].in_folders:
         raise DatasetError(f"{source}: has no labels to {about.task}; {FORMS[about.task].where}")
     kind = VOLUMES if volumes else PICTURES
-    if table:
-        trained = trained.with_values(_columns_of(trained, columns, table, kind))
-    named = about.classes if table and FORMS[about.task].named_by_column else None
-    files = open_files(
-        folder,
-        kind,
-        task=about.task if table else None,
-        label_columns=trained.value("label_columns") or named if table else None,
-        classes=classes,
-        columns=trained.columns if table else None,
-        ignore_index=trained.ignore_index,
-        channels=trained.channels,
-    )
+    values = {**_columns_of(trained, columns, table or folder, kind), "images": str(folder)}
+    if table and FORMS[about.task].named_by_column:
+        values["label_columns"] = values["label_columns"] or classes
+    files = trained.with_values(values).files()
     if not table:
         return files, f"{len(files)} {files.kind.nouns} of {folder}{which}"
     return held_out(files, None)
@@ -178,9 +167,8 @@ def open_any(comm: Communicator, trained: TrainedOptions, source: str) -> "Unlab
 
     _require_pictures(comm, trained, source)
     about = trained.about
-    makes_images = TASKS[about.task].makes_images and trained.source.has_files
-    pictures = partial(UnlabelledPictures, num_channels=about.channels, depth=about.input_values)
-    kind = pictures if makes_images else UnlabelledFiles
+    pictures = partial(UnlabelledPictures, told=(about.channels, about.input_values))
+    kind = pictures if trained.makes_pictures else UnlabelledFiles
     found, _ = _shared(comm, lambda: (_listed(source, len(trained.size) > 2, kind, trained.channels), ""))
     assert isinstance(found, UnlabelledFiles)
     if about.channels != found.channels:
@@ -206,7 +194,7 @@ def framed_for(
         comm.agree(other if alone and not table else None)
         return trained
     comm.agree(trained.source.refusal(slides, features))
-    size = trained.size if FITS[as_fit(trained.fit)].crops else AUTO
+    size = trained.size if FITTED[as_fit(trained.fit)].windows else AUTO
     given: dict[str, Any] = {"slides": slides or features, "features": features, "image_size": size}
     given["slides_folder"] = asked.slides_folder
     given |= comm.from_first(lambda: _columns_of(trained, columns, Path(slides or features or ""), SLIDES))
@@ -242,12 +230,13 @@ def open_files_of_run(comm: Communicator, trained: TrainedOptions, folder: Path,
 
     Files that came since are not among them. Collective. Raises Refusal on all ranks.
     """
-    kept, missing = folder / SAMPLES, None
-    if comm.rank == 0 and not kept.is_file():
-        missing = f"{folder}: has no {SAMPLES}, in which a run keeps which samples are for what: name others"
-    comm.agree(comm.broadcast_object(missing))
+    kept = folder / SAMPLES
 
     def opened() -> tuple[Named, str]:
+        if not kept.is_file():
+            raise DatasetError(
+                f"{folder}: has no {SAMPLES}, in which a run keeps which samples are for what: name others"
+            )
         split: Any = trained.files().split(fraction=0.5, seed=0, split_file=kept)[0].whole
         indices = [i for i, row in enumerate(split.rows) if row.split == part]
         if not indices:
@@ -341,27 +330,19 @@ class UnlabelledFiles(ListedFiles):
 
 
 class UnlabelledPictures(UnlabelledFiles):
-    """Pictures of so many channels, as their files store them, of which others are made."""
+    """Pictures as their files store them, of which others are made; `told` are their number of channels and depth."""
 
-    are_made_from = True
+    noun, are_made_from = "input", True
 
     def __init__(
-        self,
-        root: Path,
-        files: Sequence[File],
-        volumes: bool,
-        channels: Channels,
-        num_channels: int,
-        depth: str | None = None,
+        self, root: Path, files: Sequence[File], volumes: bool, channels: Channels, told: tuple[int, str | None]
     ) -> None:
-        super().__init__(root, files)
-        self.channels, self.bands = num_channels, channels if isinstance(channels, tuple) else ()
-        self._depth = depth
+        self._told = told
+        super().__init__(root, files, channels=channels if isinstance(channels, tuple) else "all")
+        self.values = None  # which are compared with those of the targets of training
 
-    def image(self, index: int) -> StoredPicture:
-        found = open_stored_picture(self.checked(index), self.bands or ())
-        found.require(self.channels, self._depth, "input")
-        return found
+    def _look(self) -> tuple[int, str | None]:
+        return self._told
 
 
 def _listed(
@@ -370,9 +351,9 @@ def _listed(
     path, kind = Path(source).expanduser(), VOLUMES if volumes else PICTURES
     what, suffixes = kind.nouns, kind.suffixes
     if is_zarr(path):
-        root, found, problem = path.parent, [_file(path.name, path)], ""
+        root, found, problem = path.parent, [File(path.name, known_size(path))], ""
     elif path.is_dir():
-        root, found = path, [_file(name, path / name) for name in kind.below(path)[0]]
+        root, found = path, [File(name, known_size(path / name)) for name in kind.below(path)[0]]
         problem = f"{path}: has no {what}, which end in {' '.join(suffixes)}"
     elif path.suffix.lower() in LISTS and path.is_file():
         root, found = _from_list(path)
@@ -380,12 +361,12 @@ def _listed(
     elif path.is_file():
         if not path.name.lower().endswith(suffixes):
             _require_image(path, volumes)
-        root, found, problem = path.parent, [_file(path.name, path)], ""
+        root, found, problem = path.parent, [File(path.name, known_size(path))], ""
     elif PATTERN & set(source):
         names = sorted(
             name for name in glob.glob(str(path), recursive=True) if is_zarr(Path(name)) or not Path(name).is_dir()
         )
-        root, found = Path(), [_file(name, Path(name)) for name in names]
+        root, found = Path(), [File(name, known_size(Path(name))) for name in names]
         problem = f"{source}: no file matches this"
     else:
         raise DatasetError(f"{source}: no such file or folder; expected {what}, a folder of them, a pattern, or a list")
@@ -409,13 +390,6 @@ def _require_image(path: Path, volumes: bool) -> None:
         ) from error
 
 
-def _file(name: str, path: Path) -> File:
-    try:
-        return File(name, num_bytes_of(path))
-    except OSError:  # which opening it will say
-        return File(name, UNKNOWN)
-
-
 def _from_list(path: Path) -> tuple[Path, list[File]]:
     """The files that a list names, a line each, from its folder on, or from here."""
     try:
@@ -426,7 +400,7 @@ def _from_list(path: Path) -> tuple[Path, list[File]]:
     names = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     beside = any((path.parent / name).exists() for name in names)
     root = path.parent if beside else Path()
-    return root, [_file(name, root / name) for name in names]
+    return root, [File(name, known_size(root / name)) for name in names]
 
 
 def seen_of(source: Sequence[int], frame: Sequence[int]) -> float:
@@ -442,7 +416,7 @@ class Coverage:
 
     def __init__(self, comm: Communicator, model: Any, images: Named, whole: bool = False) -> None:
         self.frame, self.may_crop = model.trained.size, model.may_crop
-        self.crops = FITS[model.fit].crops and not whole
+        self.crops = FITTED[model.fit].windows and not whole
         self.shares: list[float] = []
         self.remarks: list[str] = []
         if not self.crops:

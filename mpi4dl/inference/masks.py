@@ -9,7 +9,7 @@ import threading
 import zlib
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -25,11 +25,12 @@ import numpy.typing as npt
 
 from mpi4dl._files import Replacement, map_new, naming
 from mpi4dl._palette import of_classes
-from mpi4dl._progress import ProgressLine, quietly
-from mpi4dl.datasets.base import BadImage, DatasetError, Image, Values
+from mpi4dl._progress import ProgressLine
+from mpi4dl._wording import quietly
+from mpi4dl.datasets.base import BadImage, DatasetError, FunctionImage, Image, Values
 from mpi4dl.datasets.listed import OtherFile
-from mpi4dl.datasets.split import Named
-from mpi4dl.datasets.transform import Fit, View
+from mpi4dl.datasets.split import Named, in_whole
+from mpi4dl.datasets.transform import FITTED, Fit, View
 from mpi4dl.geometry import Interval
 
 # Images larger than what a model sees, by windows that overlap: which ones, and each as an image of its own.
@@ -67,38 +68,6 @@ def windows_along(size: int, frame: int, shared: int | None = None) -> list[Wind
     ]
 
 
-class Way(NamedTuple):
-    """How windows see an axis of images by a `fit`.
-
-    `side(source, frame, largest, beyond)` is how many pixels show an image of `source` px, which begins at
-    `start(source, side)`, with `scale(source, side)` of them for each of its own. `crops`: of an image that is not seen
-    by windows, the centre alone may be seen. `for_maps`: maps may lie over the image.
-    """
-
-    side: Callable[[int, int, int, bool], int]
-    start: Callable[[int, int], int] = lambda source, side: 0
-    scale: Callable[[int, int], float] = lambda source, side: 1
-    crops: bool = False
-    for_maps: bool = False
-
-
-def _resized(source: int, frame: int, largest: int, beyond: bool) -> int:
-    return frame if source <= largest else max(frame, round(source * frame / largest))
-
-
-def _cropped(source: int, frame: int, largest: int, beyond: bool) -> int:
-    return max(frame, source + 2 * (frame // (2 * SHARED) * beyond))
-
-
-_PADDED = Way(lambda source, frame, largest, beyond: frame, for_maps=True)
-FITS: Mapping[Fit, Way] = {
-    "resize": Way(_resized, scale=lambda source, side: side / source),
-    "crop": Way(_cropped, start=lambda source, side: (side - source) // 2, crops=True),
-    "pad": _PADDED,
-    "own": _PADDED,
-}
-
-
 @dataclass(frozen=True)
 class Target:
     """How an image of `source` px is seen by windows of `frame` px: brought to `size` px, by `fit`.
@@ -132,8 +101,13 @@ class Target:
         `beyond`: windows reach beyond an image that is cropped, so that they decide no pixel at their own sides, where
         convolutions see zeros.
         """
-        sides = zip(source, frame, source if largest is None else largest, strict=True)
-        return cls(source, tuple(FITS[fit].side(*each, beyond) for each in sides), frame, fit)
+
+        def side(source: int, frame: int, largest: int) -> int:
+            if FITTED[fit].windows:
+                return max(frame, source + 2 * (frame // (2 * SHARED) * beyond))
+            return max(frame, round(source * frame / largest)) if FITTED[fit].scales else frame
+
+        return cls(source, tuple(map(side, source, frame, source if largest is None else largest)), frame, fit)
 
     @cached_property
     def intervals(self) -> list[list[WindowInterval]]:
@@ -143,7 +117,8 @@ class Target:
     @cached_property
     def _starts(self) -> list[int]:
         """Where the image begins in what windows see, along each axis."""
-        return [FITS[self.fit].start(*sides) for sides in zip(self.source, self.size, strict=True)]
+        sides = zip(self.source, self.size, strict=True)
+        return [(size - source) // 2 if FITTED[self.fit].windows else 0 for source, size in sides]
 
     @property
     def num_in_all(self) -> int:
@@ -191,7 +166,8 @@ class Target:
         """For each pixel of the image along each axis, which pixel of what windows see shows it."""
         found, sides = [], zip(self.source, self.size, self._starts, strict=True)
         for source, size, start in sides:
-            nearest = np.floor((np.arange(source) + 0.5) * FITS[self.fit].scale(source, size)).astype(np.int64)
+            scale = size / source if FITTED[self.fit].scales else 1
+            nearest = np.floor((np.arange(source) + 0.5) * scale).astype(np.int64)
             found.append(np.minimum(nearest + start, size - 1))
         return found
 
@@ -212,12 +188,13 @@ def targets_of(model: Any, images: Named, indices: Sequence[int]) -> list[Target
     if model.skips_glass:
         from mpi4dl.datasets.slides.slide import CELL_PX
 
-        mine = {}
+        whole, mine = in_whole(images)[0], {}
         with comm.together((DatasetError,)), ProgressLine() if comm.rank == 0 else nullcontext(quietly) as tell:
             for n in range(comm.rank, len(found), comm.size):
                 tell("finding tissue", n, len(found))
                 with suppress(BadImage, OtherFile):
-                    mine[n] = found[n].in_tissue(model.trained.tissue_cells(images.image(indices[n])), CELL_PX)
+                    slide = images.image(indices[n])
+                    mine[n] = found[n].in_tissue(whole.tissue(slide).cells(slide), CELL_PX)
         for of_rank in comm.all_gather_object(mine):
             found |= of_rank
     return [*found.values()]
@@ -257,20 +234,14 @@ class Windows:
             self._opened.position = position
         whole: Image = self._opened.image
         target = self.targets[position]
-        return whole if target.num_in_all == 1 else _Window(whole, target, [cut.start for cut in intervals])
+        if target.num_in_all == 1:
+            return whole
+        view = View(target.size, target.fit)
 
+        def read(*space: Interval) -> Values:
+            return view.pixels(whole, *(part.shift(cut.start) for part, cut in zip(space, intervals, strict=True)))
 
-class _Window:
-    """The pixels of a window, read from those of its image that it needs."""
-
-    def __init__(self, whole: Image, target: Target, corner: Sequence[int]) -> None:
-        self._whole, self._corner = whole, corner
-        self._view = View(target.size, target.fit)
-        self.size, self.gaps = target.frame, getattr(whole, "gaps", False)
-
-    def read(self, *space: Interval) -> Values:
-        moved = (Interval(part.start + at, part.stop + at) for part, at in zip(space, self._corner, strict=True))
-        return self._view.pixels(self._whole, *moved)
+        return FunctionImage(target.frame, read, gaps=getattr(whole, "gaps", False))
 
 
 FOLDER = "masks"

@@ -15,11 +15,10 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.base import BadImage, printable
 from mpi4dl.datasets.loader import Loader
 from mpi4dl.datasets.split import Named
-from mpi4dl.datasets.transform import STRIDE_PX, Fit, View, as_fit
+from mpi4dl.datasets.transform import FITTED, STRIDE_PX, Fit, View, as_fit
 from mpi4dl.datasets.transformed import Batch, TransformedImages
 from mpi4dl.engine import BatchOutputs, Runner
 from mpi4dl.geometry import Box
-from mpi4dl.inference.masks import FITS
 from mpi4dl.inference.options import Inference, placed
 from mpi4dl.inference.pictures import stride_of
 from mpi4dl.inference.quantization import round_weights
@@ -92,8 +91,8 @@ class Predictor:
         self.fit: Fit = about.fit if auto else as_fit(chosen.inputs.fit)
         self.fit = "own" if trained.fit == "own" else self.fit
         self.largest = about.largest if auto else None
-        self.asked_to_crop = not auto and FITS[self.fit].crops
-        self.may_crop = self.asked_to_crop or FITS[as_fit(trained.fit)].crops
+        self.asked_to_crop = not auto and FITTED[self.fit].windows
+        self.may_crop = self.asked_to_crop or FITTED[as_fit(trained.fit)].windows
         self.remarks += [why] if why else []
         self.assembly = self.trained.assemble(comm, OWN, self.trained.batch_size)
         self.plan = self.assembly.plan
@@ -109,7 +108,7 @@ class Predictor:
                 with comm.together((ValueError, TypeError)):
                     model = outline(lambda: self.trained.build(about.num_outputs, about.channels))
                 self.remarks.append(round_weights(held, model))
-            self.stride = self._stride() if self.task.makes_images and self.fit == "own" else STRIDE_PX
+            self.stride = self._stride() if trained.makes_pictures else STRIDE_PX
             self.runner = Runner(held, self.plan, comm=comm, precision=self.trained.precision)
         self.runner.executor.progress = lambda doing: self.patience.feed()
 
@@ -127,7 +126,7 @@ class Predictor:
         known = ", ".join(map(printable, self.about.classes[:10])) + " ..." * (len(self.about.classes) > 10)
         what = f"{self.trained.name} to {self.about.task}" + (f": {known}" if known else "")
         at_own = ""
-        if self.task.makes_images and self.fit == "own":
+        if self.trained.makes_pictures:
             padded = f", padded to multiples of {self.stride} px" if self.stride > 1 else ""
             at_own = f"each image at its own size{padded}"
         shown = at_own or self.assembly.source.described or f"images of {size}"
@@ -149,7 +148,7 @@ class Predictor:
     @property
     def by_windows(self) -> bool:
         """Whether masks of slides are made of windows."""
-        return self.trained.source.of_slides and FITS[self.fit].crops
+        return self.trained.source.of_slides and FITTED[self.fit].windows
 
     @property
     def skips_glass(self) -> bool:
@@ -276,7 +275,7 @@ class Predictor:
 
 def _at_own_sizes(trained: TrainedOptions, asked_fit: str) -> TrainedOptions:
     """The options by which a model that makes images sees each file whole, at its own size. Raises ConfigError."""
-    if not (trained.task.makes_images and trained.source.has_files):
+    if not trained.makes_pictures:
         return trained
     if asked_fit != "auto":
         raise ConfigError(f"`fit` {asked_fit}: a model that makes images sees each at its own size: leave it out")

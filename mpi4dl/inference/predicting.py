@@ -20,10 +20,10 @@ from mpi4dl.datasets.base import DatasetError, printable
 from mpi4dl.datasets.files import is_zarr
 from mpi4dl.datasets.split import Named, Subset, in_whole
 from mpi4dl.datasets.tiff import GDAL_NODATA, geo_tags
+from mpi4dl.datasets.transform import FITTED
 from mpi4dl.engine import BatchOutputs
 from mpi4dl.inference.images import Coverage
 from mpi4dl.inference.masks import (
-    FITS,
     FOLDER,
     FailingLater,
     MappedFile,
@@ -316,7 +316,7 @@ class _Pictures(_Answers):
     def _opened(self, index: int, shape: tuple[int, ...], scale: int) -> MappedFile:
         height, width = shape[1:]
         depth, tags = self.model.about.values, []
-        if self.model.fit == "own":
+        if self.model.trained.makes_pictures:
             source: Any = self.images.image(index)
             height, width = (scale * side for side in source.size)
             if scale == 1:  # others have pixels at other places
@@ -383,7 +383,7 @@ class _MappedAnswers(_Answers):
         model, plan = self.model, self.model.plan
         if max(plan.replicas, plan.num_microbatches, plan.num_stages) > 1:
             return "ranks must share each slide by `tiles` alone: leave out `data` and `stages`"
-        if not FITS[model.fit].for_maps:
+        if FITTED[model.fit].windows or FITTED[model.fit].scales:
             return f"slides were fitted by {model.fit}, which changes their scale: train with `fit` pad"
         if len(model.trained.size) != 2:
             return "maps are of pictures: leave them out of volumes and sequences"

@@ -1,8 +1,8 @@
 """The images of a run: listed by rank 0 for all, described to the reader, kept as a table in its folder."""
 
 import platform
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -95,10 +95,7 @@ def open_images(comm: Communicator, source: DataSource, run: Run | None = None) 
 
     Raises Refusal on all ranks if there are none such, or if a rank sees other files than rank 0.
     """
-    recorded = None
-    with comm.together((ValueError, OSError)):
-        if comm.rank == 0 and run is not None:
-            recorded = before(run)
+    recorded = comm.from_first(lambda: None if run is None else before(run))
     known = None if recorded is None else recorded.samples.validating()
 
     open_pair = _each if source.is_own else shared
@@ -156,30 +153,51 @@ def shared(comm: Communicator, opened: Callable[[], Opened]) -> Opened:
     return parts
 
 
+def one_each(
+    comm: Communicator,
+    items: Sequence[int],
+    find: Callable[[int], Any],
+    patience: HangTimeout | None,
+    noun: str = "slide",
+    doing: str = "",
+) -> Iterator[tuple[int, Any]]:
+    """Each of these items with what `find` says of it on one rank, or with its BadImage. Collective.
+
+    `patience` ends the job if a rank is silent for too long. Raises Refusal on all ranks for other errors of files.
+    """
+    with closing(ProgressOfImages(len(items), comm.rank == 0, noun, doing)) as progress:
+        for first in range(0, len(items), comm.size):
+            group, mine = items[first : first + comm.size], None
+            with comm.together((datasets.DatasetError, OSError)):
+                if comm.rank < len(group):
+                    with nullcontext() if patience is None else patience.working(doing):
+                        try:
+                            mine = find(group[comm.rank])
+                        except datasets.BadImage as error:
+                            mine = error
+            found = comm.all_gather_object(mine)[: len(group)]
+            progress.advance(len(group), sum(isinstance(each, datasets.BadImage) for each in found))
+            yield from zip(group, found, strict=True)
+
+
 def measure_stains(
     comm: Communicator, images: Named, indices: Sequence[int] | None = None, patience: HangTimeout | None = None
 ) -> None:
     """Measure the stains of slides that are to be normalized, or of some of them, each on one rank. Collective.
 
-    Slides that cannot be read are left out. `patience` ends the job if a rank is silent for too long. Raises Refusal
-    on all ranks if a package is missing.
+    Slides that cannot be read are left out. Raises Refusal on all ranks if a package is missing.
     """
     whole, every = in_whole(images)
     if getattr(getattr(whole, "options", None), "stains", None) is None:
         return
     wanted = sorted({*(every if indices is None else indices)} - {*whole.stains})
-    progress = ProgressOfImages(len(wanted), comm.rank == 0, "slide", "measuring stains")
-    for first in range(0, len(wanted), comm.size):
-        group = wanted[first : first + comm.size]
-        with comm.together((datasets.DatasetError, OSError)):
-            if comm.rank < len(group):
-                watched = nullcontext() if patience is None else patience.working("stains")
-                with watched, suppress(datasets.BadImage):  # which reading it will say
-                    whole.measure_stains(group[comm.rank])
-        for theirs in comm.all_gather_object({index: whole.stains[index] for index in group if index in whole.stains}):
-            whole.stains.update(theirs)
-        progress.advance(len(group), sum(index not in whole.stains for index in group))
-    progress.close()
+
+    def measure(index: int) -> Any:
+        whole.measure_stains(index)
+        return whole.stains[index]
+
+    found = one_each(comm, wanted, measure, patience, doing="measuring stains")
+    whole.stains |= {index: each for index, each in found if not isinstance(each, datasets.BadImage)}
 
 
 def measured(comm: Communicator, images: Named, patience: HangTimeout) -> dict[str, tuple[float, ...]]:
@@ -190,16 +208,11 @@ def measured(comm: Communicator, images: Named, patience: HangTimeout) -> dict[s
     """
     from mpi4dl.datasets.statistics import merged, moments_of
 
-    found, progress = [], ProgressOfImages(len(images), comm.rank == 0, "image", "measuring channels")
-    for first in range(0, len(images), comm.size):
-        mine = None
-        with comm.together((datasets.DatasetError, OSError)):
-            if first + comm.rank < len(images):
-                with patience.working("channels"), suppress(datasets.BadImage):  # which reading it will say
-                    mine = moments_of(images.image(first + comm.rank), images.channels)
-        found += [each for each in comm.all_gather_object(mine) if each is not None]
-        progress.advance(min(comm.size, len(images) - first), 0)
-    progress.close()
+    def of_image(index: int) -> Any:
+        return moments_of(images.image(index), images.channels)
+
+    every = one_each(comm, range(len(images)), of_image, patience, "image", "measuring channels")
+    found = [each for _, each in every if not isinstance(each, datasets.BadImage)]
     comm.agree(None if found else "`mean` measured: no training image can be read")
     count, mean, squares = merged(found)
     flat = [str(number) for number, each in enumerate(squares, 1) if not each > 0]

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -98,8 +98,6 @@ class BadImages:
 # The sum of loss and gradient norm, which every step needs, carries the news of all ranks: a step has that one round
 # over all ranks, and no other. So each rank looks at the next batch while it makes a step.
 
-T = TypeVar("T")
-
 
 class ControlFlags(NamedTuple):
     """Flags of any rank: a signal asks to stop, a checkpoint cannot be written, an image cannot be read."""
@@ -117,25 +115,6 @@ class ControlFlags(NamedTuple):
     def heard(cls, sums: Sequence[float]) -> "ControlFlags":
         """From how many ranks told each of it."""
         return cls(*(count > 0 for count in sums))
-
-
-class Ahead(Generic[T]):
-    """Goes through `items`, of which it can show the next one before its turn."""
-
-    def __init__(self, items: Iterator[T]) -> None:
-        self._items = items
-        self._seen: list[T | None] = []
-
-    def peek(self) -> T | None:
-        """The next item, which stays the next one; None at the end."""
-        if not self._seen:
-            self._seen.append(next(self._items, None))
-        return self._seen[0]
-
-    def __iter__(self) -> Iterator[T]:
-        while (item := self.peek()) is not None:
-            self._seen.clear()
-            yield item
 
 
 Divided = tuple[tuple[Microbatch, ...], Sequence[Read]]
@@ -167,22 +146,32 @@ class Reading:
     ) -> None:
         self._comm, self._bad_images, self._divide, self._own = comm, bad_images, divide, own
         self._num_batches = len(loader)
-        self._batches = Ahead[Batch](loader.epoch(epoch, start))
+        self._batches: Iterator[Batch] = loader.epoch(epoch, start)
+        self._next: list[Batch | None] = []  # if it was looked at, None at the end
         self._heard = False
         self.used = start
         self.news = ControlFlags(False, False, False)
 
     def tell(self) -> ControlFlags:
         """The flags of this rank in a step, with those of the next batch."""
-        following = self._batches.peek()
+        following = self._peek()
         return self._own(following is not None and following.is_short)
 
     def hear(self, sums: Sequence[float]) -> None:
         """Take the flags of all ranks in the step."""
         self.news, self._heard = ControlFlags.heard(sums), True
 
+    def _peek(self) -> Batch | None:
+        """The next batch, which stays the next one; None at the end."""
+        if not self._next:
+            self._next.append(next(self._batches, None))
+        return self._next[0]
+
     def __iter__(self) -> Iterator[tuple[Batch, tuple[Microbatch, ...]]]:
-        for number, batch in enumerate(self._batches, self.used + 1):
+        number = self.used
+        while (batch := self._peek()) is not None:
+            self._next.clear()
+            number += 1
             if not self._heard:
                 self.news = ControlFlags.of_all(self._comm, self._own(batch.is_short))
             self._heard = False

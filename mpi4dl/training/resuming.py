@@ -4,19 +4,21 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from math import nan, prod
+from math import isfinite, nan, prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from mpi4dl._files import checksum
 from mpi4dl._numbers import Damaged, typed
+from mpi4dl._wording import counted
 from mpi4dl.checkpoints import Checkpoints
 from mpi4dl.checkpoints.checkpoints import refusing
 from mpi4dl.checkpoints.json_values import Unreadable, unlike
 from mpi4dl.checkpoints.manifest import MODEL, STATE, candidates_at
 from mpi4dl.checkpoints.saved import Saved, newest_whole
 from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.engine import Evaluation
 from mpi4dl.options.config import default_options
 from mpi4dl.options.declare import ConfigError, dump
 from mpi4dl.options.sections.run import Run
@@ -149,23 +151,61 @@ def record(
     origin.folder.path = comm.broadcast_object(origin.folder.path)
 
 
-@dataclass(frozen=True)
-class LastEvaluation:
-    """An `Evaluation`, without its metrics."""
+@dataclass
+class Best:
+    """The best value so far of what is monitored, at which step, and how many validations were no better since.
 
-    loss: float
-    accuracy: float | None
-    count: int
-
-
-class BestSoFar(NamedTuple):
-    """The state of `training.run.Best`."""
+    `higher_is_better` says it of what is monitored. `patience` is how many of those end the run; None: none do.
+    """
 
     monitor: str
-    mode: str
-    value: float | None
-    step: int
-    since: int
+    higher_is_better: bool
+    patience: int | None
+    value: float | None = None
+    step: int = 0
+    since: int = 0
+
+    def see(self, evaluation: Evaluation, step: int) -> bool:
+        """Whether this validation is the best so far; what is not a finite number is no better than anything.
+
+        Raises ValueError if what is monitored was not measured, or is not one number.
+        """
+        value = self.of(evaluation)
+        ahead = self.value is None or (value > self.value if self.higher_is_better else value < self.value)
+        if isfinite(value) and ahead:
+            self.value, self.step, self.since = value, step, 0
+            return True
+        self.since += 1
+        return False
+
+    def of(self, evaluation: Evaluation) -> float:
+        measured: dict[str, Any] = {"loss": evaluation.loss, "accuracy": evaluation.accuracy, **evaluation.metrics}
+        value = measured.get(self.monitor)
+        if not isinstance(value, float):
+            scalars = [f"val_{name}" for name, each in measured.items() if isinstance(each, float)]
+            raise ValueError(f"`monitor` val_{self.monitor} is no number here: choose of {', '.join(scalars)}")
+        return value
+
+    @property
+    def enough(self) -> bool:
+        return self.patience is not None and self.since >= self.patience
+
+    def undefined(self, evaluation: Evaluation) -> str | None:
+        """The message about a validation that cannot be the best: the monitored value is not finite."""
+        value = self.of(evaluation)
+        if isfinite(value):
+            return None
+        return f"val_{self.monitor} is {value}: these weights are not kept as the best"
+
+    def words(self) -> str:
+        """Why the run ends."""
+        shown, after = nan if self.value is None else self.value, counted(self.since, "validation")
+        return f"val_{self.monitor} was best, {shown:.6g}, at step {self.step}; {after} since then no better"
+
+    def go_on(self, before: "Best | None") -> None:
+        """Take up from a checkpoint, if that monitored the same, in the same direction."""
+        if before is not None and before.monitor == self.monitor and before.higher_is_better == self.higher_is_better:
+            self.value, self.step, self.since = before.value, before.step, before.since
 
 
 class Progress(NamedTuple):
@@ -175,12 +215,12 @@ class Progress(NamedTuple):
     batch: int
     losses: list[float]
     skipped: list[str]
-    evaluation: LastEvaluation | None
+    evaluation: Evaluation | None  # without its metrics
     scheduler: dict[str, Any] | None
     metrics_bytes: int
     options: Mapping[str, str]
     due: bool = False
-    best: BestSoFar | None = None
+    best: Best | None = None
     callbacks: Mapping[str, Any] = MappingProxyType({})
 
     @classmethod

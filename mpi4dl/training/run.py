@@ -1,10 +1,9 @@
 """A run of the training command: its epochs, and what is reported, saved and resumed on the way."""
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -40,7 +39,7 @@ from mpi4dl.training.report import (
     summary,
     title,
 )
-from mpi4dl.training.resuming import BestSoFar, contents_of, options_to_compare
+from mpi4dl.training.resuming import Best, contents_of, options_to_compare
 from mpi4dl.training.setup import Setup, command_to_go_on, told_before
 from mpi4dl.training.tensorboard import Painter, Showing, remember
 
@@ -77,72 +76,6 @@ def dry_run(setup: Setup, told: Sequence[str]) -> None:
             lines = (title(setup.spec, engine), *found, *setup.images.remarks, *setup.remarks, *told)
             print(setup.spell("\n".join(lines)))
             print(f"dry run: {counted(setup.num_steps, 'step was', 'steps were')} not made")
-
-
-@dataclass
-class Best:
-    """The best value so far of what is monitored, at which step, and how many validations were no better since.
-
-    `higher_is_better` says it of what is monitored. `patience` is how many of those end the run; None: none do.
-    """
-
-    monitor: str
-    higher_is_better: bool
-    patience: int | None
-    value: float = math.nan
-    step: int = 0
-    since: int = 0
-
-    def see(self, evaluation: Evaluation, step: int) -> bool:
-        """Whether this validation is the best so far; what is not a finite number is no better than anything.
-
-        Raises ValueError if what is monitored was not measured, or is not one number.
-        """
-        value = self.of(evaluation)
-        ahead = value > self.value if self.higher_is_better else value < self.value
-        if math.isfinite(value) and (ahead or math.isnan(self.value)):
-            self.value, self.step, self.since = value, step, 0
-            return True
-        self.since += 1
-        return False
-
-    def of(self, evaluation: Evaluation) -> float:
-        measured: dict[str, Any] = {"loss": evaluation.loss, "accuracy": evaluation.accuracy, **evaluation.metrics}
-        value = measured.get(self.monitor)
-        if not isinstance(value, float):
-            scalars = [f"val_{name}" for name, each in measured.items() if isinstance(each, float)]
-            raise ValueError(f"`monitor` val_{self.monitor} is no number here: choose of {', '.join(scalars)}")
-        return value
-
-    @property
-    def enough(self) -> bool:
-        return self.patience is not None and self.since >= self.patience
-
-    def undefined(self, evaluation: Evaluation) -> str | None:
-        """The message about a validation that cannot be the best: the monitored value is not finite."""
-        value = self.of(evaluation)
-        if math.isfinite(value):
-            return None
-        return f"val_{self.monitor} is {value}: these weights are not kept as the best"
-
-    def words(self) -> str:
-        """Why the run ends."""
-        after = counted(self.since, "validation")
-        return f"val_{self.monitor} was best, {self.value:.6g}, at step {self.step}; {after} since then no better"
-
-    @property
-    def _mode(self) -> str:
-        return "max" if self.higher_is_better else "min"
-
-    def state(self) -> BestSoFar:
-        value = None if math.isnan(self.value) else self.value
-        return BestSoFar(self.monitor, self._mode, value, self.step, self.since)
-
-    def go_on(self, state: BestSoFar | None) -> None:
-        """Take up from a checkpoint, if that monitored the same, in the same direction."""
-        if state is not None and (state.monitor, state.mode) == (self.monitor, self._mode):
-            self.value = math.nan if state.value is None else state.value
-            self.step, self.since = state.step, state.since
 
 
 CROWDED = 0.15  # of the time that a rank waited for a core in its first steps
@@ -188,9 +121,7 @@ class TrainingRun:
         self.folder = origin.folder
         closing.callback(self.folder.unlock)
         if origin.in_place:
-            with comm.together():
-                if comm.rank == 0:
-                    self.folder.lock()
+            comm.from_first(self.folder.lock)
             self.checkpoints = self.open_checkpoints()
         source, remarks = resuming.choose(comm, origin, self.checkpoints)
         metrics_bytes = 0 if source is None else self.go_on(source, remarks)
@@ -204,12 +135,8 @@ class TrainingRun:
             closing.push(self.discard_if_refused)
         if self.checkpoints is None and run.save_every != "none":
             self.checkpoints = self.open_checkpoints()
-        with comm.together((OSError,)):
-            if comm.rank == 0:
-                write_object(
-                    self.folder.path / MEASURES,
-                    {"higher_is_better": directions(self.task, self.metrics, setup.monitor)},
-                )
+        measures = {"higher_is_better": directions(self.task, self.metrics, setup.monitor)}
+        comm.from_first(lambda: write_object(self.folder.path / MEASURES, measures))
         closing.enter_context(self.folder.rank_log(comm.rank))
         self.signals = closing.enter_context(StopSignals())
         lines = setup.first_lines()
@@ -260,7 +187,7 @@ class TrainingRun:
         for name, callback in self.named_callbacks("load_state_dict"):
             if name in there.callbacks:
                 callback.load_state_dict(there.callbacks[name])
-        self.evaluation = None if there.evaluation is None else Evaluation(**vars(there.evaluation))
+        self.evaluation = there.evaluation
         if self.best is not None:
             self.best.go_on(there.best)
         if self.schedule.scheduler is not None:
@@ -277,8 +204,8 @@ class TrainingRun:
             "due": self.due,
             "losses": self.interval.losses,
             "skipped": sorted(self.bad_images.known),
-            "evaluation": self.evaluation and asdict(self.evaluation),
-            "best": self.best and self.best.state()._asdict(),
+            "evaluation": self.evaluation and asdict(replace(self.evaluation, metrics={})),
+            "best": self.best and asdict(self.best),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "metrics_bytes": self.folder.metrics_bytes,
             "options": self.options,

@@ -12,8 +12,7 @@ import io
 import json
 import math
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ import numpy as np
 
 from mpi4dl._files import read_regular
 from mpi4dl._numbers import parse_json
-from mpi4dl.datasets.base import BadImage, DatasetError, Pixels, printable
+from mpi4dl.datasets.base import BadImage, DatasetError, LastMade, Pixels, printable
 from mpi4dl.datasets.files import open_stored_picture, shown
 from mpi4dl.datasets.slides.annotations import FARTHEST, read_annotations
 from mpi4dl.datasets.slides.slide import MPP_AT_1X, Level, Resolution, Slide, SlideFile, open_slide
@@ -41,29 +40,6 @@ FORMATS = {"jpg": "image/jpeg", "png": "image/png"}
 
 class Missing(Exception):
     """There is nothing of this number, or at this place."""
-
-
-class Cache:
-    """The last results, of at most so many bytes together. For several threads."""
-
-    def __init__(self, most_bytes: int = CACHE_BYTES) -> None:
-        self._most, self._bytes = most_bytes, 0
-        self._found: OrderedDict[Hashable, bytes] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: Hashable, make: Callable[[], bytes]) -> bytes:
-        """The result of this key, made if it is not there."""
-        with self._lock:
-            if key in self._found:
-                self._found.move_to_end(key)
-                return self._found[key]
-        made = make()
-        with self._lock:
-            self._bytes += len(made) - len(self._found.pop(key, b""))
-            self._found[key] = made
-            while self._bytes > self._most:
-                self._bytes -= len(self._found.popitem(last=False)[1])
-        return made
 
 
 class Pyramid(NamedTuple):
@@ -103,7 +79,7 @@ class SlideReader:
         made = [number for number, slide in enumerate(slides) if slide.made is not None]
         self.made = {number: len(slides) + place for place, number in enumerate(made)}
         self.slides = (*slides, *(replace(slides[number], path=slides[number].made) for number in made))
-        self._tiles, self._others = Cache(), Cache()
+        self._tiles, self._others = (LastMade(CACHE_BYTES, len) for _ in range(2))
         self._of_thread = threading.local()
 
     def slide(self, number: int) -> ViewedSlide:
@@ -113,22 +89,16 @@ class SlideReader:
 
     def view(self, number: int, downsample: float = 1.0) -> Slide:
         """A slide at a resolution, its header read."""
-        views: OrderedDict[Hashable, Slide] = self._of_thread.__dict__.setdefault("views", OrderedDict())
-        key = number, downsample
-        if key not in views:
+
+        def make() -> Slide:
             slide = self.slide(number)
             if slide.path is None:
                 raise DatasetError(
                     slide.error or f"{slide.name}: nothing says where it is; name its folder by --slides"
                 )
-            if downsample == 1.0:
-                views[key] = opened(slide, slide.path)
-            else:
-                views[key] = self.view(number).at(downsample)
-            while len(views) > MOST_VIEWS:
-                views.popitem(last=False)
-        views.move_to_end(key)
-        return views[key]
+            return opened(slide, slide.path) if downsample == 1.0 else self.view(number).at(downsample)
+
+        return self._of_thread.__dict__.setdefault("views", LastMade(MOST_VIEWS))((number, downsample), make)
 
     def facts(self, number: int) -> dict[str, Any]:
         """What a slide's page shows: its size, where the scanned region begins, and its resolution."""
@@ -154,7 +124,7 @@ class SlideReader:
             down, box = Pyramid(self.view(number).size).box(level, row, col)
             return encoded(read_extended(self.view(number, float(down)), box), form)
 
-        return self._tiles.get((number, level, row, col, form), make)
+        return self._tiles((number, level, row, col, form), make)
 
     def thumbnail(self, number: int) -> bytes:
 
@@ -162,7 +132,7 @@ class SlideReader:
             view = self.view(number).thumbnail(THUMBNAIL_PX)
             return encoded(view.read(*(Interval(0, side) for side in view.size)), "jpg")
 
-        return self._others.get((number, "thumbnail"), make)
+        return self._others((number, "thumbnail"), make)
 
     def map(self, number: int) -> bytes:
         """The map of a slide, as `map_of` reads it, in JSON."""
@@ -176,7 +146,7 @@ class SlideReader:
                 scale = self.view(number).scale
             return as_json(read_map(path, scale))
 
-        return self._others.get((number, "map"), make)
+        return self._others((number, "map"), make)
 
     def regions(self, what: str, number: int) -> bytes:
         """The polygons of a slide's `annotation`, or of its predicted `classes`, in square pixels of level 0, in JSON.
@@ -202,7 +172,7 @@ class SlideReader:
             ]
             return as_json({"names": names, "regions": regions})
 
-        return self._others.get((number, what), make)
+        return self._others((number, what), make)
 
 
 def opened(slide: ViewedSlide, path: Path) -> Slide:

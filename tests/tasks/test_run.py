@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import mpi4dl
+from mpi4dl._numbers import typed
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets import DatasetError, adapt
 from mpi4dl.datasets.labels import FORMS
@@ -31,8 +32,7 @@ from mpi4dl.tasks.formulas import IGNORED, BatchLoss, heads_of
 from mpi4dl.tasks.losses import balanced_weights, build_loss
 from mpi4dl.tasks.measuring import measured_here
 from mpi4dl.tasks.task import TASKS
-from mpi4dl.training.resuming import BestSoFar
-from mpi4dl.training.run import Best
+from mpi4dl.training.resuming import Best
 from tests.pool.ranks import Ranks, on_ranks
 from tests.pool.zygote import ROOT
 from tests.support.commands import read_metrics
@@ -317,7 +317,7 @@ def test_the_best_is_told_by_the_metrics_direction() -> None:
         seen = [found.see(Evaluation(1.0, None, 4, {monitor: value}), n) for n, value in enumerate(values)]
         assert (found.step, found.enough, seen.index(True)) == (best, True, 0 if monitor == "auc" else 1)
         other, turned = Best(monitor, monitor == "auc", patience=None), Best(monitor, monitor != "auc", patience=None)
-        state = BestSoFar(*json.loads(json.dumps(found.state())))
+        state = typed(Best, json.loads(json.dumps(asdict(found))), "its best")
         other.go_on(state)
         turned.go_on(state)
         assert replace(other, patience=2) == found

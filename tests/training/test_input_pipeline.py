@@ -4,7 +4,9 @@ What one rank has to tell, all hear; and what comes next can be looked at before
 """
 
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -19,7 +21,7 @@ from mpi4dl.engine import Evaluation, StepResult
 from mpi4dl.geometry import Box, Interval
 from mpi4dl.parallel.inputs import Microbatch, Read
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.training.input_pipeline import Ahead, BadImages, ControlFlags
+from mpi4dl.training.input_pipeline import BadImages, ControlFlags, Reading
 from tests.pool.ranks import Ranks, on_ranks
 from tests.support.short_runs import Task, assert_close, batch_of, build, engine_of, tiles_of
 
@@ -214,19 +216,25 @@ def test_what_is_so_on_any_rank_is_heard_by_all(ranks: Ranks) -> None:
     assert ControlFlags.heard([0.0, 2.0, 0.0]) == ControlFlags(False, True, False)
 
 
-def test_what_comes_next_is_made_when_it_is_looked_at_and_stays_the_next() -> None:
-    made = []
+@on_ranks(1)
+def test_what_comes_next_is_made_when_it_is_looked_at_and_stays_the_next(comm: Communicator) -> None:
+    made: list[int] = []
 
-    def items():
-        for number in range(4):
-            made.append(number)
-            yield number
+    class Numbers(list[int]):
+        def epoch(self, epoch: int, start: int) -> Iterator[Batch]:
+            for number in self:
+                made.append(number)
+                yield Batch((), torch.zeros(1), (number,), {0: "bad"} if number == 2 else {})
 
-    ahead = Ahead(items())
+    flags = partial(ControlFlags, False, False)
+    reading = Reading(comm, Numbers(range(4)), 0, 0, BadImages(comm, "skip"), lambda *_: ((), ()), flags)
+    batches = iter(reading)
     assert made == []
-    assert list(islice(ahead, 2)) == [0, 1]
-    assert made == [0, 1]
-    assert (ahead.peek(), ahead.peek()) == (2, 2)
-    assert made == [0, 1, 2]
-    assert list(ahead) == [2, 3]
-    assert ahead.peek() is None
+    assert [batch.indices for batch, _ in islice(batches, 2)] == [(0,), (1,)]
+    assert (made, reading.used) == ([0, 1], 2)
+    assert reading.tell() == reading.tell() == flags(True)
+    assert (made, reading.used) == ([0, 1, 2], 2)
+    reading.hear(reading.tell())
+    assert [batch.indices for batch, _ in batches] == [(3,)]
+    assert (made, reading.used) == ([0, 1, 2, 3], 4)
+    assert reading.tell() == flags(False)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.engine import Evaluation
 from mpi4dl.options.config import Config, ConfigError, parse, shared_options
 from mpi4dl.training.resuming import (
     FROM_CHECKPOINT,
@@ -17,7 +18,6 @@ from mpi4dl.training.resuming import (
     OF_THIS_START,
     SAME_ALWAYS,
     SAME_WITHIN_AN_EPOCH,
-    LastEvaluation,
     Progress,
     compare,
     find_origin,
@@ -77,7 +77,7 @@ def test_a_run_that_goes_on_without_a_name_gets_a_folder_of_its_own(tmp_path: Pa
 
 CONFIG = settled([])
 OPTIONS = options_to_compare(shared_options(CONFIG), num_images=100)
-PROGRESS = Progress(1, 0, [0.5], [], LastEvaluation(0.5, None, 3), None, 10, OPTIONS)
+PROGRESS = Progress(1, 0, [0.5], [], Evaluation(0.5, None, 3), None, 10, OPTIONS)
 EXTRA = {**PROGRESS._asdict(), "evaluation": {"loss": 0.5, "accuracy": None, "count": 3}}
 PLACE = Path("run/checkpoints/step-00000007")
 

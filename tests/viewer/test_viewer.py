@@ -23,6 +23,7 @@ import PIL.Image
 import pytest
 
 from mpi4dl._signatures import signature_of
+from mpi4dl.datasets.base import LastMade
 from mpi4dl.datasets.slides.compose import Cohort
 from mpi4dl.datasets.slides.dataset import SlideFolder, SlideOptions
 from mpi4dl.datasets.slides.geojson import collection, feature, squares
@@ -32,7 +33,7 @@ from mpi4dl.inference.maps import PatchMap, geojson
 from mpi4dl.results.formats import DamagedResult, as_object, read_object
 from mpi4dl.results.slides import record_of
 from mpi4dl.viewer.app import make_app
-from mpi4dl.viewer.reading import Cache, Pyramid, SlideReader
+from mpi4dl.viewer.reading import Pyramid, SlideReader
 from mpi4dl.viewer.results import read_results
 from tests.datasets.test_pairs import picture, write
 from tests.pool.zygote import ROOT
@@ -447,10 +448,10 @@ def test_no_path_leads_to_other_files_and_only_get_is_answered(predicted: Path) 
 
 
 def test_caches_are_bounded_and_keep_what_was_used_last() -> None:
-    cache, made = Cache(10), []
+    cache, made = LastMade(10, len), list[int]()
 
     def get(key: int, size: int) -> None:
-        assert cache.get(key, lambda: (made.append(key), bytes(size))[1]) == bytes(size)
+        assert cache(key, lambda: (made.append(key), bytes(size))[1]) == bytes(size)
 
     for key in (1, 2, 1, 3, 1, 2):  # of 4 bytes each: 3 takes the place of 2
         get(key, 4)
