@@ -194,7 +194,7 @@ def exchange(
 ) -> None:
     """Put other parameters `instead` of those of these names in these modules, which are let go if no other has them.
 
-    Several places of one parameter get one other. `instead` is told whether nobody else needs its numbers.
+    Several places of one parameter get one other. `instead` takes whether nobody else needs its numbers, too.
     """
     places = [(module, name, before) for module, name in names if (before := module._parameters.get(name)) is not None]
     here = Counter(id(before) for _, _, before in places)
