@@ -26,7 +26,7 @@ from mpi4dl.parallel.inputs import copied
 from mpi4dl.parallel.replicas.groups import Elements
 from mpi4dl.parallel.spatial.grid import Factor, Flat, Grid, Layout, PartPlace
 from mpi4dl.parallel.spatial.rules.hooks import whole_gradients
-from mpi4dl.parallel.spatial.tensor import wrap
+from mpi4dl.parallel.spatial.tensor import SpatialTensor
 from mpi4dl.parallel.tensor.styles import Cut, Cuts, Cutting, Degrees, names_by_first
 
 
@@ -155,13 +155,20 @@ class CutParameters(dict[str, "nn.Parameter | None"]):
 
     def __getitem__(self, name: str) -> Any:
         part, layout = dict.__getitem__(self, name), self.layouts.get(name)
-        if part is None or layout is None:
+        if layout is None or not isinstance(part, nn.Parameter):  # torch.func.functional_call puts whole ones here
             return part
         key = id(part), part.requires_grad and torch.is_grad_enabled()
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = seen_whole(part, layout)
         return known
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if isinstance(value, SpatialTensor) and value.parameter is not None:
+            value = value.parameter
+        elif value is not None and self.layouts.get(name) is not None and _runs():
+            value = value.view_as(value)  # a whole one
+        super().__setitem__(name, value)
 
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if _runs() and name in self else dict.get(self, name, default)
@@ -184,8 +191,9 @@ def _runs() -> bool:
     return whole_gradients.is_entered() or torch._C._current_graph_task_id() >= 0
 
 
-def seen_whole(part: Tensor, layout: Layout) -> Tensor:
+def seen_whole(part: nn.Parameter, layout: Layout) -> SpatialTensor:
     """A rank's part of a parameter as one of the whole."""
-    whole = wrap(part.view_as(part), layout)  # a function of it, so that who keeps it elsewhere brings it
+    whole = SpatialTensor(part.view_as(part), layout)  # a function of it, so that who keeps it elsewhere brings it
+    whole.parameter = part
     whole._is_param = True  # an nn.Parameter, as `get_parameter` asks
     return whole
