@@ -5,7 +5,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,12 +16,6 @@ QUIET_SECONDS = 10.0  # between two lines of a file or a pipe
 FIRST_SECONDS = 4.0  # before the first of them
 TERMINAL_SECONDS = 0.5
 CLEAR = "\r\x1b[K"
-
-Tell = Callable[[str, int, int], None]  # what is done, and how much of how much, 0 of 0 where nobody can know
-
-
-def quietly(doing: str, done: int = 0, total: int = 0) -> None:
-    """Tell nobody."""
 
 
 class StartClock:

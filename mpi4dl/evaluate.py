@@ -17,7 +17,7 @@ if runs(__name__):
     failure.arm()  # before anything else that may fail on one rank alone
 
 from mpi4dl._wording import counted
-from mpi4dl.inference.options import EvaluationOptions, Inference
+from mpi4dl.inference.options import EvaluationOptions, Inference, others_of
 from mpi4dl.options.command import CommandLine, command
 
 if TYPE_CHECKING:
@@ -43,9 +43,7 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
     from mpi4dl.results.slides import places_of
 
     config, options = asked.config, asked.config.evaluating
-    others = options.slides or options.features
-    comm.agree("`images` and `slides` were both given: choose one" if options.images and others else None)
-    chosen = Inference(config.inputs, config.placing)
+    others = others_of(options.images, options)
     of_folds = comm.rank == 0 and bool(fold_folders(Path(asked.source)))
     if comm.broadcast_object(of_folds):
         from mpi4dl.inference.folds import summarise
@@ -55,25 +53,18 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
         comm.agree(f"{asked.source} has folds: evaluate one of them, such as fold_0, on others" if given else None)
         for name in ("seams", "lpips"):
             comm.agree(f"`{name}`: {asked.source} has folds: evaluate one of them" if getattr(options, name) else None)
-        out = None if options.out is None else Path(options.out)
-        judging = Judging.of(options)
-        summarise(comm, Path(asked.source), chosen, judging, part=options.part, out=out, spell=asked.spell)
+        summarise(comm, Path(asked.source), config, Judging(**vars(options)), asked.spell)
         return
-    judging = judging_by(comm, asked.source, chosen, options, options.images)
-    model = Predictor(asked.source, chosen, comm, partial(framed_for, comm, options, config.columns))
+    judging = judging_by(comm, asked.source, config, options, options.images)
+    model = Predictor(asked.source, config, comm, partial(framed_for, comm, options, config.columns))
     images, which = open_to_evaluate(
         comm, model.trained, model.folder, options.images, config.columns, others is not None, options.part
     )
-    warnings: list[str] = []
-    with comm.together((ValueError, OSError)):
-        if comm.rank == 0 and (others or options.images):
-            warnings = seen_before(images, model.folder)
+    warnings = comm.from_first(lambda: seen_before(images, model.folder) if others or options.images else [])
     for line in (*model.title(), f"evaluated on {which}", *warnings) if comm.rank == 0 else ():
         print(asked.spell(line), flush=True)
     out = None if options.out is None else Path(options.out)
-    with comm.together():
-        if comm.rank == 0:
-            require_writable(out or model.folder)
+    comm.from_first(lambda: require_writable(out or model.folder))
     scores = score(model, images, judging, speaks=True, seams=options.seams, lpips=options.lpips)
     file = file_of_evaluation(model.folder, out, datetime.now())
     told: dict[str, Any] = {

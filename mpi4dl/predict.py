@@ -18,7 +18,7 @@ if runs(__name__):
     failure.arm()  # before anything else that may fail on one rank alone
 
 from mpi4dl._wording import counted
-from mpi4dl.inference.options import Inference, PredictionOptions
+from mpi4dl.inference.options import Inference, PredictionOptions, others_of
 from mpi4dl.options.command import CommandLine, command
 from mpi4dl.options.declare import ConfigError, neutral
 from mpi4dl.options.kinds import NAME, optional
@@ -62,19 +62,17 @@ def predict(comm: "Communicator", asked: CommandLine[PredictConfig]) -> None:
                 "`images` is missing: a folder, an image, a pattern, or a .txt file with paths; or `slides`, or "
                 "`features`"
             )
-        other = "slides" if chosen.slides is not None else "features" if chosen.features is not None else None
-        if chosen.images is not None and other is not None:
-            raise ConfigError(f"`images` and `{other}` were both given: choose one")
+    others = others_of(chosen.images, chosen)
 
     from mpi4dl.inference.images import framed_for, open_any, open_any_slides
     from mpi4dl.inference.model import Predictor
     from mpi4dl.inference.predicting import predictions_of
 
     framed = partial(framed_for, comm, chosen, config.columns)
-    model = Predictor(asked.source, Inference(config.inputs, config.placing), comm, framed)
-    images: Named = open_any_slides(comm, model.trained) if other else open_any(comm, model.trained, where)
+    model = Predictor(asked.source, config, comm, framed)
+    images: Named = open_any_slides(comm, model.trained) if others else open_any(comm, model.trained, where)
     name = f"predictions-{re.sub(r'[^A-Za-z0-9_.-]+', '-', Path(where).absolute().name).strip('-')}"
-    out = model.folder / name if config.predicting.out is None else Path(config.predicting.out)
+    out = model.folder / name if chosen.out is None else Path(chosen.out)
     predicting = predictions_of(model, images, where, out, (config,), speaks=True)
     for line in (*model.title(), *predicting.remarks) if comm.rank == 0 else ():
         print(asked.spell(line), flush=True)

@@ -20,20 +20,14 @@ from mpi4dl.inference.options import LabelledColumns
 from mpi4dl.options.command import Command, CommandLine, command, refuse_together
 from mpi4dl.options.config import Slides
 from mpi4dl.options.declare import ConfigError, asked_topic, like, nearest, option
-from mpi4dl.options.kinds import COUNT, NAME, NAMES, POSITIVE, SEED, SHARE, Kind, choice, optional
+from mpi4dl.options.kinds import COUNT, NAME, NAMES, POSITIVE, SEED, SHARE, choice, optional, some_numbers
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
 
 DESCRIPTION = "Check slides, show their tissue, compose synthetic ones, or compare maps of them with annotations."
 STRIP_PX = 1024  # rows of a slide that are read at once
-EACH_MPP = Kind(
-    "numbers greater than 0, such as 0.5 or 0.25,0.5",
-    "X,...",
-    lambda value: tuple(POSITIVE.check(float(each)) for each in str(value).split(",")),
-    raw=lambda numbers: ",".join(map(str, numbers)),
-)
-
+EACH_MPP = some_numbers("numbers greater than 0, such as 0.5 or 0.25,0.5", POSITIVE)
 Feed = Callable[[], None]
 
 
@@ -244,13 +238,10 @@ def hits(comm: "Communicator", asked: CommandLine[HitsConfig]) -> None:
     from mpi4dl.viewer.hits import Hit, csv_of, hit_of
     from mpi4dl.viewer.results import read_results
 
-    results, chosen, columns = None, asked.config.annotated, asked.config.columns
-    with comm.together((ValueError, OSError)):
-        if comm.rank == 0:
-            table, folder = (None if each is None else Path(each) for each in (chosen.slides, chosen.slides_folder))
-            of_table = named_columns(columns), columns.label_columns
-            results = read_results(Path(asked.source), table, folder, chosen.assume_mpp, *of_table)
-    results = comm.broadcast_object(results)
+    chosen, columns = asked.config.annotated, asked.config.columns
+    table, folder = (None if each is None else Path(each) for each in (chosen.slides, chosen.slides_folder))
+    where = table, folder, chosen.assume_mpp, named_columns(columns), columns.label_columns
+    results = comm.from_first(lambda: read_results(Path(asked.source), *where))
     slides = [each for each in results.slides if each.annotation is not None]
     for remark in results.remarks if comm.rank == 0 else ():
         print(asked.spell(remark))
@@ -282,9 +273,7 @@ def hits(comm: "Communicator", asked: CommandLine[HitsConfig]) -> None:
             f"{asked.source}: no slide has a map and an annotation with polygons: name the table with a column "
             "annotation by --slides, and predict with --maps"
         )
-    with comm.together((OSError,)):
-        if comm.rank == 0:
-            write_durably(Path(asked.source) / "hits.csv", csv_of(found))
+    comm.from_first(lambda: write_durably(Path(asked.source) / "hits.csv", csv_of(found)))
     if comm.rank == 0:
         told = []
         for what, count in (

@@ -256,9 +256,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         """
         self.wait()
         if not self._alone:
-            with self.comm.together():
-                if self.comm.rank == 0:
-                    self._put_aside()
+            self.comm.from_first(self._put_aside)
             self._alone = True
         if engine.num_steps != self._saved:
             with self.comm.together((ValueError,)):

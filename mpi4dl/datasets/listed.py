@@ -109,7 +109,7 @@ def visible(name: str) -> bool:
 
 PROBE_BYTES = 4096
 UNKNOWN = -1
-LOOKED_AT = 8  # volumes, from the first to the last
+LOOKED_AT = 8  # files, from the first to the last
 MRXS = ".mrxs"  # a file beside a folder of its name, which has the pixels
 METADATA_OF_ZARR = ("zarr.json", ".zarray", ".zattrs", ".zgroup")
 _SAME_FILES = "all ranks must see the same files, and they must stay as they are"
@@ -191,14 +191,9 @@ class ListedFiles(Whole):
     def _open(self, path: Path) -> "VolumeFile | StoredPicture":
         return open_volume(path) if self.volumes else open_stored_picture(path, self.bands or ())
 
-    def spread(self) -> list[int]:
-        """Some files to look at, from the first to the last."""
-        count = min(LOOKED_AT, len(self))
-        return [number * (len(self) - 1) // max(1, count - 1) for number in range(count)]
-
     def _have_bands(self) -> bool:
         """Whether the first TIFF file or folder of Zarr that can be read has other channels than colours have."""
-        for index in dict.fromkeys([*self.spread(), *range(len(self))]):
+        for index in dict.fromkeys([*spread(len(self)), *range(len(self))]):
             with suppress(BadImage, Unsupported):
                 path = self.path(index)
                 if is_zarr(path):
@@ -211,7 +206,7 @@ class ListedFiles(Whole):
         """The channels of the first file that can be read, and what its values are; some others are looked at."""
         looked: list[VolumeFile | StoredPicture] = []
         values: str | None = None  # of the volume that says most, also its axes
-        for index in dict.fromkeys([*self.spread(), *range(len(self))]):
+        for index in dict.fromkeys([*spread(len(self)), *range(len(self))]):
             try:
                 looked.append(self._open(self.path(index)))
             except BadImage:
@@ -283,6 +278,12 @@ class ListedFiles(Whole):
         except OSError:
             return None
         return found
+
+
+def spread(length: int) -> list[int]:
+    """Some of so many files to look at, by number, from the first to the last."""
+    count = min(LOOKED_AT, length)
+    return [number * (length - 1) // max(1, count - 1) for number in range(count)]
 
 
 def text_of(label: Any, classes: Sequence[str]) -> str | None:

@@ -38,10 +38,6 @@ class _Slice(NamedTuple):
     problem: str = ""  # why it is none, but something else of a series
 
 
-class NoSlice(BadImage):
-    """A DICOM file of something else."""
-
-
 def grouped(paths: Sequence[Path]) -> Sequence[Sequence[Path]]:
     """The files of each volume among the DICOM files of a folder.
 
@@ -132,7 +128,7 @@ def _slice(path: Path) -> _Slice:
     """The header of a slice. Raises BadImage."""
     found = _told(path)
     if found.problem:
-        raise NoSlice(path, found.problem)
+        raise BadImage(path, found.problem)
     return found
 
 

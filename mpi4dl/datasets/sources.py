@@ -29,6 +29,7 @@ from mpi4dl.datasets.listed import (
     known_size,
     mask_as_text,
     parts,
+    spread,
     subfolders,
     text_of,
     visible,
@@ -297,7 +298,7 @@ class TargetFiles(PairedFiles):
             raise DatasetError(f"{source}: no picture can be read, or none of their targets")
         self.input_values, self.values, self.classes = self.values, targets.values, channel_names(targets.channels)
         self.target_scale = 0
-        for index in self.spread():
+        for index in spread(len(self)):
             try:
                 image, target = self.image(index), self.label(index)
             except BadImage:  # which reading it will say
@@ -345,7 +346,7 @@ class MaskedFiles(PairedFiles):
         self._ignored = ignore_index
         places = dict.fromkeys((root, *(root / each for each in {name.partition("/")[0] for name in names})))
         named = next((path for path in (each / CLASSES for each in (*places, root.parent)) if path.is_file()), None)
-        found = self._values(self.spread())
+        found = self._values(spread(len(self)))
         if ignore_index == IGNORE_INDEX and found in _BLACK_AND_WHITE:
             raise DatasetError(
                 f"{self.annotations.path(0).parent}: masks hold nothing but 0 and 255, and 255 is ignored: set "

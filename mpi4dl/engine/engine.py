@@ -44,7 +44,6 @@ NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 UNLIKE = (
     "the ranks have different numbers of step hooks of the optimizer: register them on all ranks",
     UNLIKE_DRAWS,
-    "the ranks have hooks on the gradients of different parameters: register them on all ranks that hold a parameter",
 )
 Tell = Callable[[], Sequence[float]]
 
@@ -256,12 +255,12 @@ class Engine(Runner):
         self.executor.drawn = 0
         with self.executor.watching_draws():
             self._run(self._table, batch, problem)
-            unlike = self.groups.finish()
+            problem = self.groups.finish()
             for part in self.stages.parts.values():
                 part.grid.halo_prefetch.commit()
         drawn = self.executor.drawn
         self.groups.call_hooks(self.executor.drawing_alike)
-        loss, norm, told = self._sum_up(batch, drawn, () if tell is None else tell(), unlike)
+        loss, norm, told = self._sum_up(batch, drawn, () if tell is None else tell(), problem)
         self.executor.drew_alike()
         if self.options.gradient_hook is not None and math.isfinite(norm):
             alike = self.executor.drawing_alike
@@ -358,20 +357,25 @@ class Engine(Runner):
         return None
 
     def _sum_up(
-        self, batch: BatchFeed, drawn: int = 0, told: Sequence[float] = (), unlike: bool = False
+        self, batch: BatchFeed, drawn: int = 0, told: Sequence[float] = (), problem: str | None = None
     ) -> tuple[float, float, tuple[float, ...]]:
-        """The loss and the norm of the gradient, over all stages, and sums of `told`: the same bits on every rank."""
+        """The loss and the norm of the gradient, over all stages, and sums of `told`: the same bits on every rank.
+
+        All ranks refuse what is a `problem` of one of them.
+        """
         stages = self.plan.num_stages
-        alike = (self._stepping.num_hooks, drawn, (1 + self.comm.rank) * unlike)  # no two ranks alike, if they are not
+        alike = (self._stepping.num_hooks, drawn)
         squares = (n**2 for n in alike)
         own = self.groups.squares(stages, batch.total)
-        found = torch.tensor([*own, *alike, *squares, *told], dtype=torch.float64)
+        found = torch.tensor([*own, problem is not None, *alike, *squares, *told], dtype=torch.float64)
         self.comm.all_reduce(found)
         norm = math.sqrt(float(found[:stages].sum())) / self.scaler.scale
-        loss, *rest = found[stages:].tolist()
-        for total, square, problem in zip(rest, rest[len(alike) :], UNLIKE, strict=False):
+        loss, refused, *rest = found[stages:].tolist()
+        if refused:
+            self.comm.agree(problem)
+        for total, square, words in zip(rest, rest[len(alike) :], UNLIKE, strict=False):
             if total**2 != self.comm.size * square:  # their variance is 0 if all ranks have the same
-                raise Refusal(problem)
+                raise Refusal(words)
         return loss, norm, tuple(rest[2 * len(alike) :])
 
     def shards(self) -> Iterator[Shard]:

@@ -14,8 +14,7 @@ import torch
 
 from mpi4dl._files import unwritable
 from mpi4dl._memory import keep_freed_memory
-from mpi4dl._progress import Tell, quietly
-from mpi4dl._wording import counted, to_install
+from mpi4dl._wording import Tell, counted, quietly, to_install
 from mpi4dl.comm.node import asked_threads, cores
 from mpi4dl.estimate.dry_run import look_ahead, require_rules, stream_of
 from mpi4dl.estimate.machine_file import load_machine

@@ -14,8 +14,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from mpi4dl._palette import CURVES
-from mpi4dl._progress import Tell, quietly
-from mpi4dl._wording import aligned, counted, literal
+from mpi4dl._wording import Tell, aligned, counted, literal, quietly
 from mpi4dl.estimate.plan_estimate import Estimator, PlanEstimate
 from mpi4dl.estimate.search import MANY_PLANS, promising
 from mpi4dl.geometry import ceil_div

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from mpi4dl._progress import Tell, quietly
-from mpi4dl._wording import aligned, counted
+from mpi4dl._wording import Tell, aligned, counted, quietly
 from mpi4dl.estimate.plan_estimate import Estimator, Measurement, PlanEstimate
 from mpi4dl.parallel.costs.cost_model import OutOfTime
 from mpi4dl.parallel.costs.machine import Machine

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mpi4dl._progress import Tell, quietly
+from mpi4dl._wording import Tell, quietly
 from mpi4dl.datasets import DatasetError
 from mpi4dl.engine.precision import AUTOCAST
 from mpi4dl.estimate.memory import HEAP_KEPT, HEAP_RETURNED, OF_TENSORS

@@ -12,6 +12,7 @@ from mpi4dl.geometry.boxes import (
     ceil_div,
     cut_alike,
     even_cuts,
+    near_square,
     suffices,
     widest,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "check_window",
     "cut_alike",
     "even_cuts",
+    "near_square",
     "plan_axis",
     "suffices",
     "widest",

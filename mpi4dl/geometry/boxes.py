@@ -11,7 +11,7 @@ Everything is in global pixel coordinates and half-open. A `Tiling` cuts a tenso
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise, product
-from math import prod
+from math import isqrt, prod
 from typing import NamedTuple, Self, TypeVar
 
 BATCH = 0  # of all axes the first
@@ -111,6 +111,14 @@ class Box(PerAxis[Interval]):
 
     def covers(self, other: "Box") -> bool:
         return other.empty or all(a.covers(b) for a, b in zip(self, other, strict=True))
+
+
+def near_square(count: int, num_axes: int = 2) -> tuple[int, ...]:
+    """So many tiles: of pictures as many rows as go, up to as many as columns; of volumes all of the depth."""
+    if num_axes == 1:
+        return (count,)
+    rows = next((n for n in range(isqrt(count), 0, -1) if count % n == 0), 1)
+    return (*(1,) * (num_axes - 2), rows, count // rows)
 
 
 class GridShape(PerAxis[int]):

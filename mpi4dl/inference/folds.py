@@ -42,9 +42,6 @@ def summarise(
     folder: Path,
     chosen: Inference | None = None,
     judging: Judging | None = None,
-    *,
-    part: str | None = None,
-    out: Path | None = None,
     spell: Callable[[str], str] = str,
 ) -> None:
     """Evaluate the runs of all folds in a folder; print and write their metrics together. Collective.
@@ -56,10 +53,9 @@ def summarise(
         comm.agree(
             f"`threshold` {judging.threshold} chooses on validation samples, which folds are evaluated on: say a number"
         )
-    with comm.together():
-        if comm.rank == 0:
-            require_writable(out or folder)
-    runs, asked, unfinished = comm.from_first(lambda: _looked_at(folder, part))
+    out = None if judging.out is None else Path(judging.out)
+    comm.from_first(lambda: require_writable(out or folder))
+    runs, asked, unfinished = comm.from_first(lambda: _looked_at(folder, judging.part))
     if len(runs) < 2:
         comm.agree(f"{folder}: {counted(len(runs), 'fold')} finished, but a summary needs two: train more folds")
     say(comm, f"{counted(len(runs), 'fold')} of {folder}: their {asked} samples" + (

@@ -19,7 +19,7 @@ from mpi4dl.datasets.kinds import PICTURES, SLIDES, VOLUMES, FileKind
 from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.listed import TEST, VALIDATION, File, ListedFiles, known_size, subfolders
 from mpi4dl.datasets.samples import TABLE, open_table
-from mpi4dl.datasets.sources import SampleFiles, open_files, paired_form
+from mpi4dl.datasets.sources import SampleFiles, paired_form
 from mpi4dl.datasets.split import Named, Subset, in_whole
 from mpi4dl.datasets.table import folded_column
 from mpi4dl.datasets.transform import FITTED, as_fit
@@ -117,19 +117,10 @@ def _labelled(source: str, trained: TrainedOptions, columns: TableColumns) -> tu
     if not table and not FORMS[about.task].in_folders:
         raise DatasetError(f"{source}: has no labels to {about.task}; {FORMS[about.task].where}")
     kind = VOLUMES if volumes else PICTURES
-    if table:
-        trained = trained.with_values(_columns_of(trained, columns, table, kind))
-    named = about.classes if table and FORMS[about.task].named_by_column else None
-    files = open_files(
-        folder,
-        kind,
-        task=about.task if table else None,
-        label_columns=trained.value("label_columns") or named if table else None,
-        classes=classes,
-        columns=trained.columns if table else None,
-        ignore_index=trained.ignore_index,
-        channels=trained.channels,
-    )
+    values = {**_columns_of(trained, columns, table or folder, kind), "images": str(folder)}
+    if table and FORMS[about.task].named_by_column:
+        values["label_columns"] = values["label_columns"] or classes
+    files = trained.with_values(values).files()
     if not table:
         return files, f"{len(files)} {files.kind.nouns} of {folder}{which}"
     return held_out(files, None)
@@ -239,12 +230,13 @@ def open_files_of_run(comm: Communicator, trained: TrainedOptions, folder: Path,
 
     Files that came since are not among them. Collective. Raises Refusal on all ranks.
     """
-    kept, missing = folder / SAMPLES, None
-    if comm.rank == 0 and not kept.is_file():
-        missing = f"{folder}: has no {SAMPLES}, in which a run keeps which samples are for what: name others"
-    comm.agree(comm.broadcast_object(missing))
+    kept = folder / SAMPLES
 
     def opened() -> tuple[Named, str]:
+        if not kept.is_file():
+            raise DatasetError(
+                f"{folder}: has no {SAMPLES}, in which a run keeps which samples are for what: name others"
+            )
         split: Any = trained.files().split(fraction=0.5, seed=0, split_file=kept)[0].whole
         indices = [i for i, row in enumerate(split.rows) if row.split == part]
         if not indices:

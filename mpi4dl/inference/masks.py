@@ -25,10 +25,11 @@ import numpy.typing as npt
 
 from mpi4dl._files import Replacement, map_new, naming
 from mpi4dl._palette import of_classes
-from mpi4dl._progress import ProgressLine, quietly
+from mpi4dl._progress import ProgressLine
+from mpi4dl._wording import quietly
 from mpi4dl.datasets.base import BadImage, DatasetError, FunctionImage, Image, Values
 from mpi4dl.datasets.listed import OtherFile
-from mpi4dl.datasets.split import Named
+from mpi4dl.datasets.split import Named, in_whole
 from mpi4dl.datasets.transform import FITTED, Fit, View
 from mpi4dl.geometry import Interval
 
@@ -187,12 +188,13 @@ def targets_of(model: Any, images: Named, indices: Sequence[int]) -> list[Target
     if model.skips_glass:
         from mpi4dl.datasets.slides.slide import CELL_PX
 
-        mine = {}
+        whole, mine = in_whole(images)[0], {}
         with comm.together((DatasetError,)), ProgressLine() if comm.rank == 0 else nullcontext(quietly) as tell:
             for n in range(comm.rank, len(found), comm.size):
                 tell("finding tissue", n, len(found))
                 with suppress(BadImage, OtherFile):
-                    mine[n] = found[n].in_tissue(model.trained.tissue_cells(images.image(indices[n])), CELL_PX)
+                    slide = images.image(indices[n])
+                    mine[n] = found[n].in_tissue(whole.tissue(slide).cells(slide), CELL_PX)
         for of_rank in comm.all_gather_object(mine):
             found |= of_rank
     return [*found.values()]

@@ -1,9 +1,11 @@
 """The options of commands that use a trained model: changes to options of the training, plan and devices."""
 
 from dataclasses import dataclass, field, fields
-from math import isqrt, prod
+from math import prod
 from typing import TYPE_CHECKING, Any
 
+from mpi4dl.comm import Refusal
+from mpi4dl.geometry import near_square
 from mpi4dl.options.config import Data, Parallel, Slides
 from mpi4dl.options.declare import ConfigError, instead, like, neutral, option, same_as
 from mpi4dl.options.kinds import (
@@ -275,6 +277,14 @@ class EvaluationOptions:
     columns: LabelledColumns = field(default_factory=LabelledColumns)
 
 
+def others_of(images: Any, asked: ToPredict | Evaluating) -> str | None:
+    """The slides or features that are asked for instead of images. Raises Refusal, alike on all ranks."""
+    others = asked.slides or asked.features
+    if images is not None and others is not None:
+        raise Refusal(f"`images` and `{'slides' if asked.slides else 'features'}` were both given: choose one")
+    return others
+
+
 def placed(trained: "ModelOptions", chosen: Inference, num_ranks: int) -> tuple[dict[str, Any], str]:
     """The options of training that are others for the plan that is asked for now, or that fits so many ranks; and why
     it was chosen.
@@ -319,11 +329,3 @@ def placed(trained: "ModelOptions", chosen: Inference, num_ranks: int) -> tuple[
 
 _SAME = frozenset(each.name for each in fields(Placing)) & frozenset(each.name for each in fields(Parallel))
 _SAME -= {"tiles", "data"}  # None of which is to be chosen
-
-
-def near_square(count: int, num_axes: int) -> tuple[int, ...]:
-    """So many tiles: of pictures as many rows as go, up to as many as columns; of volumes all of the depth."""
-    if num_axes == 1:
-        return (count,)
-    rows = next(n for n in range(isqrt(count), 0, -1) if count % n == 0)
-    return (*(1,) * (num_axes - 2), rows, count // rows)

@@ -24,11 +24,11 @@ class PerceptualDistance:
     raises Refusal on all ranks for another file, and without the package.
     """
 
-    def __init__(self, comm: Communicator, device: torch.device, file: str, tiles: tuple[int, ...]) -> None:
+    def __init__(self, comm: Communicator, device: torch.device, file: str) -> None:
         with comm.together((ValueError, OSError)):
             network = _network(file).to(device)
         self._comm, self._device = comm, device
-        self._network = parallelize(network, tiles=tiles, comm=comm)
+        self._network = parallelize(network, comm=comm)
 
     def of(self, pair: tuple[Tensor, Tensor] | None) -> float:
         """The distance of two images, which rank 0 brings. Collective."""

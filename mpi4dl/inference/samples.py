@@ -75,24 +75,15 @@ class Problem(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Judging:
+class Judging(Evaluating):
     """How probabilities become calls, and those of slides those of patients; and the intervals of metrics.
 
     `chosen` are thresholds that other samples chose by the rule `threshold`, for each level (slide, patient or image)
-    and class, and `chosen_on` says which samples. `positive` is the class of two that is looked for; None: the second.
+    and class, and `chosen_on` says which samples.
     """
 
-    threshold: float | str = 0.5
-    positive: str | None = None
-    patients: str = "mean"
     chosen: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     chosen_on: str = ""
-    resamples: int = 1000  # 0: no intervals
-    level: float = 0.95
-
-    @classmethod
-    def of(cls, asked: Evaluating) -> "Judging":
-        return cls(asked.threshold, asked.positive, asked.patients, {}, "", asked.resamples, asked.level)
 
     def place_of_positive(self, classes: Sequence[str]) -> int:
         """The number of the class of two that is looked for. Raises Refusal."""

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mpi4dl._progress import ProgressLine, ProgressOfImages, quietly
-from mpi4dl._wording import aligned, counted
+from mpi4dl._progress import ProgressLine, ProgressOfImages
+from mpi4dl._wording import aligned, counted, quietly
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.base import IGNORED, BadImage, DatasetError, Image, Pixels, printable
 from mpi4dl.datasets.files import planes_of
@@ -23,7 +23,7 @@ from mpi4dl.geometry import Interval
 from mpi4dl.inference.images import Coverage, open_files_of_run, open_labelled
 from mpi4dl.inference.masks import Target, WindowInterval, Windows, targets_of
 from mpi4dl.inference.model import Prediction, Predictor
-from mpi4dl.inference.options import Evaluating, Inference, near_square
+from mpi4dl.inference.options import Evaluating, Inference
 from mpi4dl.inference.pictures import Example, jpeg_of, scale_of
 from mpi4dl.inference.records import NOT_NUMBERS, columns_of
 from mpi4dl.inference.samples import (
@@ -264,7 +264,7 @@ def judging_by(
     Where these are what is evaluated, as no `images` and no slides are given, the rule has no thresholds yet.
     Collective; raises Refusal on all ranks if the validation images cannot be read.
     """
-    judging, threshold = Judging.of(asked), asked.threshold
+    judging, threshold = Judging(**vars(asked)), asked.threshold
     on_others = asked.slides or asked.features or images is not None or asked.part not in (None, "val")
     if not is_rule(threshold) or not on_others:
         return judging
@@ -616,8 +616,7 @@ class _Pictures(_Collected):
 
             wrong = not model.task.makes_images or self.task.num_outputs not in (1, 3)
             model.comm.agree("`lpips` is of grey or RGB pictures that a model makes" if wrong else None)
-            tiles = near_square(model.comm.size, 2)
-            self.distance = perceptual_distance.PerceptualDistance(model.comm, model.assembly.device, lpips, tiles)
+            self.distance = perceptual_distance.PerceptualDistance(model.comm, model.assembly.device, lpips)
             self.metric_names = (*self.metric_names, LPIPS)
         if seams is not None:
             other = "`seams` are of pictures that a model makes, as files have them"

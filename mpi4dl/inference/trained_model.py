@@ -19,6 +19,7 @@ from mpi4dl.inference.options import (
     PredictionOptions,
     TableColumns,
     ToPredict,
+    others_of,
 )
 from mpi4dl.inference.predicting import predictions_of
 from mpi4dl.inference.scoring import Scores, judging_by, score
@@ -68,7 +69,7 @@ class TrainedModel(Predictor):
         """
         given = self._asked(PredictionOptions, options)
         asked = given.predicting
-        others = self._others(images, asked.slides, asked.features)
+        others = others_of(images, asked)
         model = self._framed(asked, given.columns)
         if others is not None:
             found = open_any_slides(self.comm, model.trained)
@@ -93,7 +94,7 @@ class TrainedModel(Predictor):
         """
         given = self._asked(EvaluationOptions, options)
         asked = given.evaluating
-        others = self._others(images, asked.slides, asked.features)
+        others = others_of(images, asked)
         judging = judging_by(self.comm, str(self.source), self.chosen, asked, images, speaks=False)
         source = str(images) if isinstance(images, str | Path) else None
         model = self._framed(replace(asked, images=source), given.columns)
@@ -105,16 +106,12 @@ class TrainedModel(Predictor):
             found = self._adapted(images)
             self.comm.agree(difference(found, self.about))
         if out is not None:
-            with self.comm.together():
-                if self.comm.rank == 0:
-                    require_writable(Path(out))
+            self.comm.from_first(lambda: require_writable(Path(out)))
         scores = score(model, found, judging, seams=asked.seams, lpips=asked.lpips)
         if out is not None:
             file = file_of_evaluation(self.folder, Path(out), datetime.now())
             told = {"source": str(self.source), "images": str(others or images), "precision": self.precision}
-            with self.comm.together():
-                if self.comm.rank == 0:
-                    scores.write(file, told)
+            self.comm.from_first(lambda: scores.write(file, told))
         return scores
 
     def _asked(self, kind: type[T], options: dict[str, Any]) -> T:
@@ -124,13 +121,6 @@ class TrainedModel(Predictor):
             asked = from_keywords(kind, given)
         self.comm.agree(None, **facts(asked))
         return asked
-
-    def _others(self, images: Any, slides: str | None, features: str | None) -> str | None:
-        """The slides or features that a call names, instead of images. Raises Refusal."""
-        others = slides or features
-        if images is not None and others is not None:
-            raise Refusal(f"`images` and `{'slides' if slides else 'features'}` were both given: choose one")
-        return others
 
     def _framed(self, asked: ToPredict | Evaluating, columns: TableColumns) -> Predictor:
         """This model, or the same one for slides of other sizes."""

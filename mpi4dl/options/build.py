@@ -1,16 +1,19 @@
 """What a configuration asks a training to compute: the plan, the engine's options, and all of it as a spec."""
 
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
 
+from mpi4dl._files import read_regular
 from mpi4dl._wording import counted
 from mpi4dl.options.config import Config, ConfigError, Parallel, Training, parse
-from mpi4dl.options.declare import flags_for, with_values, without_flags
-from mpi4dl.options.models import build_model, patch_options, tensor_styles
+from mpi4dl.options.declare import flags_for, saying, with_values, without_flags
+from mpi4dl.options.models import build_model
 from mpi4dl.options.optimizers import build_optimizer, build_schedule
 from mpi4dl.options.sources import source_of
 from mpi4dl.options.tasks import compares_samples
@@ -161,8 +164,15 @@ class TrainingSpec:
 
     @property
     def styles(self) -> dict[str, str] | None:
-        """How parameters are cut; None if by the table for the model. Raises ConfigError."""
-        return tensor_styles(self.parallel)
+        """How parameters are cut, by the file that is named; None if by the table for the model. Raises ConfigError."""
+        name = self.parallel.tensor_styles
+        if name is None:
+            return None
+        with saying(f"`tensor_styles` {name}", OSError, ValueError, RecursionError):
+            found = tomllib.loads(read_regular(Path(name)).decode("utf-8-sig"))
+        if not all(isinstance(style, str) for style in found.values()):
+            raise ConfigError(f'`tensor_styles` {name}: expected lines such as "blocks.*.up" = "column"')
+        return found
 
     def build(self) -> nn.Module:
         return build_model(self.config, self.num_outputs, self.channels)
@@ -173,8 +183,29 @@ class TrainingSpec:
         return outline(self.build).train()
 
     def patches_by(self, plan: Plan) -> "PatchOptions | None":
-        """How patches are streamed by a plan; None if the model sees whole images. Raises ConfigError."""
-        return patch_options(self.config, plan)
+        """How patches are streamed by a plan; None if the model sees whole images. Raises ConfigError where options
+        contradict.
+        """
+        chosen, parallel = self.config.model, self.parallel
+        if not chosen.sees_patches:
+            if chosen.min_tissue:
+                raise ConfigError(f"`min_tissue` {chosen.min_tissue} chooses patches, but `patches` is missing")
+            return None
+        if plan.num_stages > 1 or plan.bidirectional:
+            raise ConfigError(
+                f"`patches` {chosen.patches} takes one stage, whose ranks share the patches: `tiles` "
+                f"1x{plan.num_stages} instead of `stages`"
+            )
+        if parallel.stream is not None:
+            raise ConfigError("`stream` is for images that the model sees whole; `patches` run one after the other")
+        from mpi4dl.parallel.disk import Keep
+        from mpi4dl.parallel.streaming.leading_part import segments_of
+        from mpi4dl.parallel.streaming.patches import PatchOptions
+
+        at_once, patches = self.source.patches_shown(chosen.patches_at_once, parallel.stream_norm)
+        remark = f"{patches}, aggregated by {chosen.aggregator}"
+        keep = Keep(parallel.stream_keep or "device")
+        return PatchOptions(at_once, parallel.stream_norm, segments_of(parallel.stream_segments), keep, remark)
 
     def plan(self, **changed: Any) -> Plan:
         """The plan of the configuration with these options `changed`. Raises ConfigError."""

@@ -223,53 +223,36 @@ def either(kind: Kind, *words: str) -> Kind:
     )
 
 
+def some_numbers(wanted: str, kind: Kind) -> Kind:
+    """Numbers of this kind, with commas between them."""
+    return Kind(
+        wanted,
+        f"{kind.metavar},...",
+        lambda value: _several(value, kind),
+        raw=lambda found: ",".join(repr(each).removesuffix(".0") for each in found),
+    )
+
+
 def per_channel(kind: Kind, *words: str) -> Kind:
     """One of these words, a number of this kind for all channels, or one for each."""
-    return either(
-        Kind(
-            f"{kind.wanted}, one for each channel such as 0.4,0.5,0.6",
-            "X,...",
-            lambda value: _several(value, kind),
-            raw=lambda found: found[0] if len(found) == 1 else ",".join(map(repr, found)),
-        ),
-        *words,
-    )
+    several = some_numbers(f"{kind.wanted}, one for each channel such as 0.4,0.5,0.6", kind)
+    return either(replace(several, raw=lambda found: found[0] if len(found) == 1 else several.raw(found)), *words)
 
 
 MEANS = per_channel(NUMBER, "imagenet", "half")
 DEVIATIONS = per_channel(POSITIVE, "imagenet", "half")
-CHANNELS = either(
-    Kind(
-        "numbers of channels such as 4,3,2, counted from 1",
-        "N,...",
-        lambda value: _several(value, COUNT),
-        raw=lambda found: ",".join(map(str, found)),
-    ),
-    *("auto", "rgb", "all"),
-)
+CHANNELS = either(some_numbers("numbers of channels such as 4,3,2, counted from 1", COUNT), "auto", "rgb", "all")
 
 
 def _joined(numbers: Sequence[int]) -> str:
     return "x".join(map(str, numbers))
 
 
-def _list_of(value: Any, entry: Callable[[str], Any]) -> tuple[Any, ...]:
-    if not isinstance(value, str | int) or isinstance(value, bool):
-        raise ValueError
-    return tuple(entry(piece.strip()) for piece in str(value).split(","))
-
-
-def _positive(text: str) -> int:
-    if not re.fullmatch(r"\d+", text, re.ASCII) or not int(text):
-        raise ValueError
-    return int(text)
-
-
 def _sides(value: Any) -> tuple[int, ...]:
     """A number for each axis of space, such as 2x2."""
-    if not isinstance(value, str | int) or isinstance(value, bool):
+    if not re.fullmatch(r"\d+(x\d+)*", str(value), re.ASCII):
         raise ValueError
-    found = tuple(map(_positive, str(value).split("x")))
+    found = tuple(COUNT.check(int(side)) for side in str(value).split("x"))
     if len(found) not in SPACE:
         raise ValueError
     return found
@@ -292,15 +275,10 @@ GRIDS = Kind(
     "grids such as 2x2 (rows x columns), or 2x2x1 (depth first) of volumes and 4 of sequences, or one for each stage "
     "such as 2x2,1x2,1x1",
     "RxC,...",
-    lambda value: _list_of(value, _sides),
+    lambda value: tuple(_sides(each.strip()) for each in str(value).split(",")),
     raw=lambda grids: ",".join(map(_joined, grids)),
 )
-COUNTS = Kind(
-    "whole numbers of at least 1, such as 2 or 1,1,2",
-    "N,...",
-    lambda value: _list_of(value, _positive),
-    raw=lambda counts: ",".join(map(str, counts)),
-)
+COUNTS = some_numbers("whole numbers of at least 1, such as 2 or 1,1,2", COUNT)
 
 
 def _split_at_commas(text: str) -> list[str]:
@@ -366,15 +344,7 @@ KEYWORDS = Kind(
 )
 
 
-WEIGHTS = either(
-    Kind(
-        "a number of at least 0 for each class, such as 1,2.5",
-        "X,...",
-        lambda value: _several(value, NOT_NEGATIVE),
-        raw=lambda weights: ",".join(repr(weight).removesuffix(".0") for weight in weights),
-    ),
-    "balanced",
-)
+WEIGHTS = either(some_numbers("a number of at least 0 for each class, such as 1,2.5", NOT_NEGATIVE), "balanced")
 
 
 def part_name(part: Any) -> str:

@@ -1,17 +1,14 @@
 """The model that a configuration names, and what its options say of how ranks hold it."""
 
-import tomllib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from mpi4dl import models
-from mpi4dl._files import read_regular
 from mpi4dl._randomness import seed_python
 from mpi4dl._wording import counted
 from mpi4dl.engine.tuning import freeze, keep_in_evaluation
@@ -24,12 +21,10 @@ from mpi4dl.options.parts import call, is_own, load
 from mpi4dl.options.sections.parallel import Parallel
 from mpi4dl.options.sources import source_of
 from mpi4dl.parallel.inputs import copied
-from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import gathering
 
 if TYPE_CHECKING:
     from mpi4dl.models.patches import PatchModel
-    from mpi4dl.parallel.streaming.patches import PatchOptions
 
 RGB = ("red", "green", "blue")
 
@@ -134,43 +129,6 @@ def _of_patches(
 def _feature_norm(config: Config, num_features: int) -> nn.Module | None:
     """A layer between an encoder of patches and the aggregator; None if there is none."""
     return None if config.model.feature_norm == "none" else nn.BatchNorm1d(num_features, affine=False)
-
-
-def tensor_styles(parallel: Parallel) -> dict[str, str] | None:
-    """How parameters are cut, by the file that flags name; None if by the table for the model. Raises ConfigError."""
-    name = parallel.tensor_styles
-    if name is None:
-        return None
-    with saying(f"`tensor_styles` {name}", OSError, ValueError, RecursionError):
-        found = tomllib.loads(read_regular(Path(name)).decode("utf-8-sig"))
-    if not all(isinstance(style, str) for style in found.values()):
-        raise ConfigError(f'`tensor_styles` {name}: expected lines such as "blocks.*.up" = "column"')
-    return found
-
-
-def patch_options(config: Config, plan: Plan) -> "PatchOptions | None":
-    """How patches are streamed; None if the model sees whole images. Raises ConfigError where options contradict."""
-    chosen = config.model
-    if not chosen.sees_patches:
-        if chosen.min_tissue:
-            raise ConfigError(f"`min_tissue` {chosen.min_tissue} chooses patches, but `patches` is missing")
-        return None
-    if plan.num_stages > 1 or plan.bidirectional:
-        raise ConfigError(
-            f"`patches` {chosen.patches} takes one stage, whose ranks share the patches: `tiles` 1x{plan.num_stages} "
-            "instead of `stages`"
-        )
-    if config.parallel.stream is not None:
-        raise ConfigError("`stream` is for images that the model sees whole; `patches` run one after the other")
-    from mpi4dl.parallel.disk import Keep
-    from mpi4dl.parallel.streaming.leading_part import segments_of
-    from mpi4dl.parallel.streaming.patches import PatchOptions
-
-    parallel = config.parallel
-    at_once, patches = source_of(config).patches_shown(chosen.patches_at_once, parallel.stream_norm)
-    remark = f"{patches}, aggregated by {chosen.aggregator}"
-    keep = Keep(parallel.stream_keep or "device")
-    return PatchOptions(at_once, parallel.stream_norm, segments_of(parallel.stream_segments), keep, remark)
 
 
 def without_rules(parallel: Parallel) -> AbstractContextManager[None]:

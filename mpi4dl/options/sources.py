@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from mpi4dl import datasets
-from mpi4dl._progress import ProgressLine, Tell, quietly
-from mpi4dl._wording import counted, some
+from mpi4dl._progress import ProgressLine
+from mpi4dl._wording import Tell, counted, quietly, some
 from mpi4dl.datasets.arrays import is_cifar
 from mpi4dl.datasets.base import task_of
 from mpi4dl.datasets.kinds import PICTURES, VOLUMES
 from mpi4dl.datasets.labels import FORMS, files_of, of_values
-from mpi4dl.datasets.listed import parts
+from mpi4dl.datasets.listed import LOOKED_AT, parts, spread
 from mpi4dl.datasets.loader import Loader
 from mpi4dl.datasets.samples import COVARIATES, TABLE
 from mpi4dl.datasets.sources import SYNTHETIC, SampleFiles, open_files
@@ -52,7 +52,6 @@ OF_PIXELS = (
 )
 FOLDS = "folds.csv"  # in the folder of the runs of all folds: which samples are in which
 FEATURES_MODEL = "features"  # how files of a run name the model that has no encoder
-LOOKED_AT = 8  # images, for their sizes
 # Slides rather than pictures begin here, as for Pillow: 8192 x 8192 px.
 SLIDE_PIXELS = 1 << 26
 
@@ -811,10 +810,9 @@ def _numbers_in(text: str) -> tuple[float, ...] | None:
 
 def some_sizes(dataset: Named) -> Iterator[tuple[int, ...]]:
     """The sizes of some images, from the first to the last; of those that can be read."""
-    count = min(LOOKED_AT, len(dataset))
-    for number in range(count):
+    for index in spread(len(dataset)):
         with suppress(datasets.BadImage):
-            yield dataset.image(number * (len(dataset) - 1) // max(1, count - 1)).size
+            yield dataset.image(index).size
 
 
 def _range(sizes: Sequence[tuple[int, ...]]) -> str:

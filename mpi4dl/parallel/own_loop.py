@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import nullcontext
 from itertools import count
-from math import isqrt, prod
+from math import prod
 from types import GeneratorType
 from typing import Any, TypeVar
 from zlib import crc32
@@ -33,7 +33,7 @@ from mpi4dl._compiler import defer_compiler
 from mpi4dl._randomness import RandomStates
 from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.comm.exchange import functions_behind, linear, running_forward
-from mpi4dl.geometry import SPACE, GridShape
+from mpi4dl.geometry import SPACE, GridShape, near_square
 from mpi4dl.parallel.inputs import tensors_within
 from mpi4dl.parallel.replicas.buckets import bits_of, is_expanded
 from mpi4dl.parallel.replicas.optimizer_traits import backward_hook_in, modules_of, set_aside
@@ -52,8 +52,7 @@ from mpi4dl.parallel.spatial.sharding import from_tile, shard, spread_buffer, sp
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, guards, in_arguments, local_part, refusal
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
-FIRST = 3  # forward passes of training in which ranks compare what they have
-EVERY = 100  # and of those that follow every one of this number
+FIRST, EVERY = 3, 100  # forward passes of training in which ranks compare what they have
 FEW = 1000  # numbers of a gradient that they compare in the others
 
 
@@ -904,8 +903,7 @@ def tiles_of(counts: str | Sequence[int] | None, data: int, comm: Communicator) 
             raise ValueError(f"tiles {counts!r} must be numbers such as 2x2, or 2x2x1 for volumes, or 4 for sequences")
         counts = [int(number) for number in counts.split("x")]
     size = comm.size // max(data, 1)
-    rows = next((n for n in range(isqrt(size), 0, -1) if size % n == 0), 1)
-    shape = tuple(counts or (rows, size // rows))
+    shape = tuple(counts or near_square(size))
     if len(shape) not in SPACE or data < 1 or min(shape) < 1 or data * prod(shape) != comm.size:
         asked = f"{' x '.join(map(str, shape))} tiles x data({data}) = {data * prod(shape)} ranks"
         raise ValueError(

@@ -95,10 +95,7 @@ def open_images(comm: Communicator, source: DataSource, run: Run | None = None) 
 
     Raises Refusal on all ranks if there are none such, or if a rank sees other files than rank 0.
     """
-    recorded = None
-    with comm.together((ValueError, OSError)):
-        if comm.rank == 0 and run is not None:
-            recorded = before(run)
+    recorded = comm.from_first(lambda: None if run is None else before(run))
     known = None if recorded is None else recorded.samples.validating()
 
     open_pair = _each if source.is_own else shared

@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4dl._files import make_folder, read_regular, write_durably
 from mpi4dl._numbers import parse_json
-from mpi4dl._progress import Tell
-from mpi4dl._wording import counted, to_install
+from mpi4dl._wording import Tell, counted, to_install
 from mpi4dl.estimate.plan_options import Measuring
 from mpi4dl.options.config import ConfigError, parse, shared_options
 from mpi4dl.options.declare import flags_for

@@ -121,9 +121,7 @@ class TrainingRun:
         self.folder = origin.folder
         closing.callback(self.folder.unlock)
         if origin.in_place:
-            with comm.together():
-                if comm.rank == 0:
-                    self.folder.lock()
+            comm.from_first(self.folder.lock)
             self.checkpoints = self.open_checkpoints()
         source, remarks = resuming.choose(comm, origin, self.checkpoints)
         metrics_bytes = 0 if source is None else self.go_on(source, remarks)
@@ -137,12 +135,8 @@ class TrainingRun:
             closing.push(self.discard_if_refused)
         if self.checkpoints is None and run.save_every != "none":
             self.checkpoints = self.open_checkpoints()
-        with comm.together((OSError,)):
-            if comm.rank == 0:
-                write_object(
-                    self.folder.path / MEASURES,
-                    {"higher_is_better": directions(self.task, self.metrics, setup.monitor)},
-                )
+        measures = {"higher_is_better": directions(self.task, self.metrics, setup.monitor)}
+        comm.from_first(lambda: write_object(self.folder.path / MEASURES, measures))
         closing.enter_context(self.folder.rank_log(comm.rank))
         self.signals = closing.enter_context(StopSignals())
         lines = setup.first_lines()

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpi4dl._memory import MemoryMeter, load_libraries, place_of
-from mpi4dl._progress import ProgressLine, StartClock, Tell, quietly
-from mpi4dl._wording import some
+from mpi4dl._progress import ProgressLine, StartClock
+from mpi4dl._wording import Tell, quietly, some
 from mpi4dl.checkpoints.manifest import STATE
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.base import printable

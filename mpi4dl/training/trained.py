@@ -6,7 +6,7 @@ No room above this one sees a configuration: what it wants to know of one is an 
 from collections.abc import Collection, Mapping, Set
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -21,16 +21,13 @@ from mpi4dl.options.config import Config, parse, shared_options
 from mpi4dl.options.data import build_views
 from mpi4dl.options.declare import options_of, value_of, with_options, with_values
 from mpi4dl.options.models import build_model
-from mpi4dl.options.sources import named_columns, source_of
+from mpi4dl.options.sources import source_of
 from mpi4dl.results.names import CONFIG
 from mpi4dl.runs.assembly import ModelAssembly, assemble
 from mpi4dl.runs.description import FILE, Description, described_by, description_of, untrusted
 from mpi4dl.tasks.task import TASKS, Task
 from mpi4dl.training.data import open_images
 from mpi4dl.training.setup import framed
-
-if TYPE_CHECKING:
-    from mpi4dl.datasets.slides.tissue import Mask
 
 T = TypeVar("T", bound="ModelOptions")
 
@@ -123,7 +120,7 @@ class TrainedOptions(ModelOptions):
     Attributes:
         skips_glass: whether training left out what of slides is no tissue.
         in_bounds: whether coordinates of annotations begin where the scanner began.
-        columns, ignore_index, channels: of tables, of masks, and of pictures.
+        channels: which of pictures are read.
     """
 
     def __init__(self, config: Config, about: Description) -> None:
@@ -131,7 +128,6 @@ class TrainedOptions(ModelOptions):
         self.about = about
         self.skips_glass = config.slides.background != "keep"
         self.in_bounds = config.slides.annotation_origin == "bounds"
-        self.columns, self.ignore_index = named_columns(config.slides), config.data.ignore_index
         self.channels: Channels = config.data.channels
 
     def _like(self, config: Config) -> "TrainedOptions":
@@ -191,11 +187,3 @@ class TrainedOptions(ModelOptions):
         whole, indices = in_whole(images)
         rows = [whole.rows[index] for index in indices]
         return [printable(line) for line in remarks(self._config.slides.covariates, rows, whole.source)]
-
-    def tissue_cells(self, slide: Any) -> "Mask":
-        """Which cells of a slide have tissue, as the training found it."""
-        from mpi4dl.datasets.slides.tissue import find_tissue
-
-        chosen = self._config.slides
-        threshold = None if isinstance(chosen.tissue, str) else chosen.tissue
-        return find_tissue(slide, threshold, chosen.leave_out).cells(slide)

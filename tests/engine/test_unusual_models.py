@@ -19,7 +19,7 @@ from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.plan import Plan
 from tests.parallel.replicas.test_step_units import Clipping
 from tests.pool.ranks import Ranks, RanksFailed, on_ranks
-from tests.support.short_runs import Task, check_going_on
+from tests.support.short_runs import Task, check, check_going_on
 
 BATCH, SIZE = 3, (5, 4)
 
@@ -55,6 +55,39 @@ class Freezing(Net):
         return super().forward(x)
 
 
+class Alternating(nn.Conv2d):
+    """Is trained by every other microbatch alone."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 4, 3, padding=1)
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.requires_grad_(int(self.calls) % 2 == 0)
+        self.calls += self.training
+        return super().forward(x)
+
+
+def alternating() -> nn.Module:
+    model = Net()
+    model.first = Alternating()
+    return model
+
+
+class Thawing(Net):
+    """Its last layer is frozen until its second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+        self.last.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        self.last.requires_grad_(self.steps > 1)
+        return super().forward(x)
+
+
 def named(model: nn.Module) -> optim.Optimizer:
     return optim.AdamW(model.named_parameters(), lr=0.01, eps=1e-2)
 
@@ -85,6 +118,24 @@ def test_they_train_as_in_plain_pytorch(ranks: Ranks, tmp_path: Path, name: str,
     check_going_on(ranks, CASES[name], tmp_path, (Plan(data=2, zero=zero), 2), (Plan(data=2, zero=(zero + 1) % 4), 4))
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_a_layer_that_is_frozen_for_some_microbatches_is_trained_by_the_others(ranks: Ranks, schedule: str) -> None:
+    """Though stages make the backward pass of one after the forward pass of the next."""
+    task = Task(alternating, SIZE, batch=4, optimizer="AdamW")
+    check(ranks, task, Plan(((1, 1), (1, 1)), microbatches=4, schedule=schedule))
+
+
+@on_ranks(2)
+def test_a_layer_that_the_model_thaws_as_it_runs_is_refused(comm: Communicator) -> None:
+    model = Thawing().double()
+    engine = engine_of(comm, model, sgd(model), 0)
+    images, targets = batch(0)
+    share = slice(*engine.reads(BATCH, SIZE)[0].box[0])
+    engine.step([images[share]], targets, SIZE)
+    with pytest.raises(Refusal, match="weight is trained now, but was frozen when the engine was made"):
+        engine.step([images[share]], targets, SIZE)
+
+
 def batch(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
     images = torch.randn(BATCH, 3, *SIZE, generator=generator, dtype=torch.float64)
@@ -110,6 +161,35 @@ def aliased(buffer: bool) -> nn.Module:
     else:
         model.get_submodule("first").alias = [model.get_parameter(weight).detach()]
     return model
+
+
+class Keeping(Net):
+    """Keeps its weight as the first forward pass found it, or as the last one did."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.kept: Tensor | None = None
+        self.replaces = last
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept is None or self.replaces:
+            self.kept = self.first.weight.detach()[1:]
+        return super().forward(x) * self.kept.sum()
+
+
+def keep(comm: Communicator, last: bool) -> None:
+    model = Keeping(last).double()
+    engine = engine_of(comm, model, sgd(model), 3)
+    images, targets = batch(0)
+    for _ in range(3):
+        engine.step([images[slice(*engine.reads(BATCH, SIZE)[0].box[0])]], targets, SIZE)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_view_of_a_weight_that_would_not_follow_the_steps_is_refused(ranks: Ranks, last: bool) -> None:
+    words = r"keeps a tensor in the memory of a parameter \(one of shape \(4, 3, 3, 3\)\)"
+    with nullcontext() if last else pytest.raises(RanksFailed, match=words):
+        ranks(2).run(keep, last)
 
 
 class Remembering(Net):
@@ -245,12 +325,12 @@ def change(comm: Communicator, zero: int, offload: str) -> list[str]:
         images, targets = batch(0)
         share = slice(*engine.reads(BATCH, SIZE)[0].box[0])
         try:
-            for _ in range(2):
+            for number in range(6 if change == "written" else 2):
                 engine.step([images[share]], targets, SIZE)
                 if change == "value":
                     with torch.no_grad():
                         model.last.bias[:1].view(()).mul_(2) if zero < 3 else model.empty.mul_(2)
-                if change == "written":
+                if change == "written" and number == 4:
                     (model.last.bias if zero < 3 else model.empty).data.mul_(2)
                 if change == "data":
                     model.last.bias.data = model.last.bias.data * 2

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mpi4dl import plan as command
-from mpi4dl._progress import quietly
+from mpi4dl._wording import quietly
 from mpi4dl.estimate.plan_estimate import Measurement, PlanEstimate
 from mpi4dl.estimate.plan_options import Measuring
 from mpi4dl.estimate.search import table

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl._wording import counted, some
+from mpi4dl._wording import Tell, counted, quietly, some
 from mpi4dl.datasets.base import BadImage, DatasetError, LastMade, Pixels, printable
 from mpi4dl.datasets.kinds import SLIDES
 from mpi4dl.datasets.labels import files_of, of_values
 from mpi4dl.datasets.listed import ListedFiles, mask_as_text
 from mpi4dl.datasets.samples import COVARIATES, read_samples
-from mpi4dl.datasets.slides.masks import MaskOptions, SlideMasks, Tell, quietly
+from mpi4dl.datasets.slides.masks import MaskOptions, SlideMasks
 from mpi4dl.datasets.slides.slide import SAME_MPP, Cells, Resolution, Slide, SlideFile, open_slide
 from mpi4dl.datasets.slides.targets import SlideTargets
-from mpi4dl.datasets.slides.tissue import NoTissue, find_tissue, tissue_pixels
+from mpi4dl.datasets.slides.tissue import NoTissue, TissueMask, find_tissue, tissue_pixels
 from mpi4dl.datasets.sources import SampleFiles
 from mpi4dl.datasets.stains import Measured, StainNormalization
 from mpi4dl.geometry import ceil_div
@@ -127,11 +127,15 @@ class SlideFolder(SampleFiles):
         recolour = None if self.options.stains is None else partial(self._recoloured, index)
         return Slide(found.file, found.downsample, resolution.assumed_mpp, cells_of, recolour)
 
+    def tissue(self, slide: Slide) -> TissueMask:
+        """The tissue of a slide, as the options say. Raises as `find_tissue`."""
+        return find_tissue(slide, self.options.tissue, self.options.leave_out)
+
     def _cells_of(self, index: int, slide: Slide) -> Cells:
         """The cells of a slide that are not white, which are found once. Raises BadImage if there are none."""
 
         def find() -> tuple[npt.NDArray[np.uint8], tuple[int, ...]]:
-            found = find_tissue(slide, self.options.tissue, self.options.leave_out).cells(slide)
+            found = self.tissue(slide).cells(slide)
             if not found.any():
                 raise NoTissue.of(slide)
             return np.packbits(found), found.shape
@@ -175,7 +179,7 @@ class SlideFolder(SampleFiles):
     def _all_patches(self, index: int, patch: int) -> Patches:
         def find() -> Patches:
             slide = self.image(index)
-            shares = find_tissue(slide, self.options.tissue, self.options.leave_out).shares(slide, patch)
+            shares = self.tissue(slide).shares(slide, patch)
             found = np.argwhere((shares > 0) & (shares >= self.options.min_tissue))
             if not shares.any():
                 raise NoTissue.of(slide)

@@ -26,6 +26,7 @@ from mpi4dl._files import is_stored_zip, open_regular, write_durably
 from mpi4dl.datasets.base import BadImage, DatasetError, WholeImage, blaming, package
 from mpi4dl.datasets.files import WHOLE_SLIDES
 from mpi4dl.datasets.kinds import FEATURES, SLIDES
+from mpi4dl.datasets.listed import spread
 from mpi4dl.datasets.reader_process import ask
 from mpi4dl.datasets.samples import without_suffix
 from mpi4dl.datasets.slides.annotations import FARTHEST
@@ -321,7 +322,7 @@ class FeatureFolder(SlideFolder):
             break
         else:
             raise DatasetError(f"{folder}: no file of features can be read: {problem}")
-        for index in self.spread():
+        for index in spread(len(self)):
             with suppress(BadImage):  # which reading it will say
                 bag = open_bag(self.path(index))
                 if bag.mpp is None:

@@ -33,7 +33,8 @@ def outlines(
     outer: dict[int, list[Ring]] = {}
     holes: list[tuple[int, Ring]] = []
     for line in measure.find_contours(padded.astype(np.float32), 0.5):
-        area = _signed_area(line)
+        y, x = line.T
+        area = float(np.sum(x[:-1] * y[1:] - x[1:] * y[:-1]))  # twice that of the ring; positive for outer ones
         if abs(area) / 2 * scale[0] * scale[1] < least_area:
             continue
         kept = measure.approximate_polygon(line, TOLERANCE)
@@ -49,12 +50,6 @@ def outlines(
         if part in outer:
             outer[part].append(hole)
     return [*outer.values()]
-
-
-def _signed_area(line: npt.NDArray[np.float64]) -> float:
-    """Twice the area of a ring of places (row, column); positive for outer rings of find_contours."""
-    y, x = line[:, 0], line[:, 1]
-    return float(np.sum(x[:-1] * y[1:] - x[1:] * y[:-1]))
 
 
 def squares(corners: npt.NDArray[np.float64], sides: Sequence[float]) -> list[Ring]:

@@ -1,11 +1,11 @@
 """The masks of slides by the annotations of a table: their classes, and the mask of each slide."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
-from mpi4dl._wording import counted, some
+from mpi4dl._wording import Tell, counted, quietly, some
 from mpi4dl.datasets.base import IGNORED, BadImage, DatasetError, Image, LastMade
 from mpi4dl.datasets.listed import File, ListedFiles, known_size
 from mpi4dl.datasets.masks import IGNORE_INDEX, Mask, open_stored, values_in
@@ -26,12 +26,6 @@ from mpi4dl.datasets.table import require_apart
 BACKGROUND, ANNOTATED = "background", "annotated"
 AUXILIARY = "*"  # ends the names of QuPath's classes that are none, such as Region*
 MOST_CORNERS = 1 << 22  # of annotations that are kept in memory
-
-Tell = Callable[[str, int, int], None]
-
-
-def quietly(doing: str, done: int, total: int) -> None:
-    """Tell nobody."""
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from mpi4dl._wording import Tell, quietly
 from mpi4dl.datasets.base import DatasetError, Image
 from mpi4dl.datasets.slides.dataset import SlideFolder
-from mpi4dl.datasets.slides.masks import Tell, quietly
 from mpi4dl.datasets.slides.slide import Corner, Slide, window
 from mpi4dl.datasets.split import Subset
 

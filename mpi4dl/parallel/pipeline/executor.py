@@ -206,11 +206,12 @@ class BatchSource(Protocol):
 
 @dataclass
 class Live:
-    """The values of a microbatch between its forward and its backward."""
+    """The values of a microbatch between its forward and its backward, and which parameters it found `trained`."""
 
     roots: Sequence[GradientEdge]
     leaves: list[Tensor]
     weights: WeightGradients = field(default_factory=WeightGradients)
+    trained: list[bool] = field(default_factory=list)
 
 
 class Executor:
@@ -252,6 +253,7 @@ class Executor:
         self._statistics: dict[int, RunningStatistics] = {}
         self._watches = {stage: watches_of(module) for stage, module in stages.modules_of.items()}
         self._changing = {stage: _changing(module) for stage, module in stages.modules_of.items()}
+        self.parameters_of = {stage: [*module.parameters()] for stage, module in stages.modules_of.items()}
 
     def run(self, table: Table, feed: BatchSource, problem: str | None = None) -> None:
         """Do this rank's row. With backwards in the table this is a step of training; else nothing is kept.
@@ -496,6 +498,7 @@ class _Run:
             pending, live.roots = behind.send(message, outputs, part.outputs)
             self._keep(pending)
         if self.training:
+            live.trained = [p.requires_grad for p in executor.parameters_of[action.stage]]
             self.live[action[1:]] = live
 
     def backward(self, action: Action) -> None:
@@ -509,7 +512,7 @@ class _Run:
         if gradients is not None:
             roots = [root for root, gradient in zip(roots, gradients, strict=True) if gradient is not None]
             gradients = [gradient for gradient in gradients if gradient is not None]
-        with self.timed(action):
+        with self.timed(action), self._as_it_was(action):
             if roots:
                 torch.autograd.backward(roots, gradients)
         live.roots = ()
@@ -518,8 +521,24 @@ class _Run:
         live.leaves = []
 
     def weight(self, action: Action) -> None:
-        with self.timed(action):
+        with self.timed(action), self._as_it_was(action):
             self.live.pop(action[1:]).weights.compute()
+
+    @contextmanager
+    def _as_it_was(self, action: Action) -> Iterator[None]:
+        """Within this context those parameters are trained that were so behind the forward pass of this microbatch.
+
+        Later ones may have frozen some, of which autograd would drop the gradients.
+        """
+        parameters = self.executor.parameters_of[action.stage]
+        others = [
+            p for p, was in zip(parameters, self.live[action[1:]].trained, strict=True) if p.requires_grad is not was
+        ]
+        for p in others:
+            p.requires_grad_(not p.requires_grad)
+        yield
+        for p in others:
+            p.requires_grad_(not p.requires_grad)
 
     @contextmanager
     def timed(self, action: Action) -> Iterator[None]:

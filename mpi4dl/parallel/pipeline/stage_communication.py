@@ -107,6 +107,11 @@ def _with_gradients(tensors: list[Tensor], header: Header, known: Header) -> tup
     if len(tensors) != len(known.tensors):
         return tensors, header
     pairs = [*zip(header.tensors, known.tensors, strict=True)]
+    if any(theirs != mine == replace(theirs, requires_grad=True) for mine, theirs in pairs):
+        raise ValueError(
+            "a parameter is trained now that was frozen when the next stage first got values (`requires_grad_()`): "
+            "call engine.unfreeze() on all ranks between steps, or train in one stage"
+        )
     frozen = [mine != theirs == replace(mine, requires_grad=True) for mine, theirs in pairs]
     tensors = [x.detach().requires_grad_() if each else x for x, each in zip(tensors, frozen, strict=True)]
     specs = tuple(pair[each] for pair, each in zip(pairs, frozen, strict=True))

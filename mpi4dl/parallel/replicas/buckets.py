@@ -177,6 +177,22 @@ def bits_of(x: Tensor) -> Tensor:
     return x.contiguous().view(INTEGERS[x.itemsize])
 
 
+def checksums(tensors: Iterable[Tensor]) -> Tensor:
+    """A row of two numbers for each tensor, which are others once it is written to, but for chance."""
+    found: list[Tensor] = []
+    for x in tensors:
+        x = x.detach()
+        flat = x.as_strided((x.numel(),), (1,)) if strides_of(x) == x.stride() else x.reshape(-1)
+        bits = bits_of(flat).reshape(-1)
+        words = 8 // bits.itemsize  # eight bytes at once are summed many times faster than two
+        start = -bits.storage_offset() % words
+        stop = start + max(0, len(bits) - start) // words * words
+        wide = bits[start:stop].view(torch.int64).sum() if start < stop else 0
+        total = torch.view_as_real(flat).sum() if flat.is_complex() else flat.sum()  # is another if all signs are
+        found += [wide + bits[:start].sum() + bits[stop:].sum(), total.double().view(torch.int64)]
+    return torch.stack(found).view(-1, 2) if found else torch.empty(0, 2)
+
+
 # Whole values on one rank, put together from the parts that ranks own.
 
 State = dict[str, Any]

@@ -8,12 +8,14 @@ PyTorch's functions alone decide which buckets are gathered, and which ahead. So
 gather in the same order. Ranks that run it on images of their own gather all buckets at once instead.
 """
 
+import gc
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from mpi4dl.comm import Communicator, Pending, Refusal
@@ -44,6 +46,8 @@ class Gatherer:
         self._next: dict[tuple[int | None, int], int] = {}
         self._last: tuple[int | None, int | None] = (None, None)
         self._keeps_all = False
+        self.freed: list[tuple[int, StorageWeakRef]] = []  # memory of buckets, which others may use
+        self._earlier = self.freed
         self.bucket_of: dict[int, int] = {}
         for number, bucket in enumerate(layout.buckets):
             part = layout.flatten(number, self.parameters)[layout.own(number)].clone()
@@ -75,7 +79,8 @@ class Gatherer:
             self._fetch(number)
         if self._keeps_all:
             return
-        for number in [n for n in self._whole if n not in numbers][: max(0, len(self._whole) - KEPT)]:
+        idle = [n for n in self._whole if n not in numbers and n not in self._exposed]  # others are compared at the end
+        for number in idle[: max(0, len(self._whole) - KEPT)]:
             self._free(number)
 
     def _fetch(self, number: int) -> None:
@@ -102,10 +107,26 @@ class Gatherer:
         self._exposed.add(number)
 
     def refuse(self, number: int) -> None:
-        shapes = ", ".join(str(tuple(self.parameters[i].shape)) for i in self.layout.buckets[number].members)
         raise Refusal(
-            f"a parameter was changed while the model ran (one of shape {shapes}), but with ZeRO 3 ranks keep "
-            "their parts of parameters alone, which such a change does not reach: train with ZeRO 2 or less"
+            f"a parameter was changed while the model ran (one of shape {self._shapes(number)}), but with ZeRO 3 ranks "
+            "keep their parts of parameters alone, which such a change does not reach: train with ZeRO 2 or less"
+        )
+
+    def _shapes(self, number: int) -> str:
+        return ", ".join(str(tuple(self.parameters[i].shape)) for i in self.layout.buckets[number].members)
+
+    def kept(self) -> str | None:
+        """Why memory of buckets that was freed in a step before this one is in use; None if it is not."""
+        if any(not memory.expired() for _, memory in self._earlier):
+            gc.collect()
+        old = next((number for number, memory in self._earlier if not memory.expired()), None)
+        if old is None:
+            self._earlier = self.freed
+            return None
+        return (
+            "the model or a hook keeps a tensor in the memory of a parameter (one of shape "
+            f"{self._shapes(old)}), such as its detach(), data or a view, which with ZeRO 3 would not "
+            "follow the steps: keep its clone(), or train with ZeRO 2 or less"
         )
 
     def _version(self, number: int) -> int:
@@ -125,6 +146,7 @@ class Gatherer:
         self._addresses.pop(flat.untyped_storage().data_ptr(), None)  # buckets of no elements share an address
         for i in self.layout.buckets[number].members:
             self.parameters[i].data = self._absent[i]
+        self.freed.append((number, StorageWeakRef(flat.untyped_storage())))
 
     def _forget(self) -> None:
         if self._ahead is not None:
@@ -150,6 +172,7 @@ class Gatherer:
         self._forget()
         for number in list(self._whole):
             self._free(number)
+        self.freed = [(number, memory) for number, memory in self.freed if not memory.expired()]
 
     def pack(self, value: Tensor) -> Any:
         """The saved form of a value in the graph: for a parameter, its place."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Pending, Refusal
-from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES, BucketSegment, Shard, State, bits_of, seen_as
+from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES, BucketSegment, Shard, State, checksums, seen_as
 from mpi4dl.parallel.replicas.gathering import Gatherer, there_together
 from mpi4dl.parallel.replicas.optimizer_traits import hook_on_gradient
 from mpi4dl.parallel.replicas.reducer import AllReduce, LocalGradients, Reducer, plan_layout
@@ -150,7 +150,17 @@ class WeightAverage:
             self._of[id(master.value)] = self.home.place(like.copy_(value.to(like.device).view(like.shape)))
 
 
-FIRST, EVERY = 3, 100  # steps in which parameters are looked at
+OUTSIDE = (
+    "outside of the optimizer, which with ZeRO 3, low_precision_weights or offload works on values of its own: change "
+    "it before the engine is made, or train without these"
+)
+MEANWHILE = (
+    "while the model ran, which with ZeRO 3, low_precision_weights, offload or bidirectional not every copy of it "
+    "sees: train without these"
+)
+UNLIKE_HOOKS = (
+    "the ranks have hooks on the gradients of different parameters: register them on all ranks that hold a parameter"
+)
 ReadShard = Callable[[str, int, int], tuple[Tensor, State]]
 GradientHook = Callable[[str, Tensor], Tensor | None]
 
@@ -232,8 +242,7 @@ class ReplicaGroup:
         self.average: WeightAverage | None = None if decay is None else WeightAverage(masters, decay, home)
         self.mirrored = mirrored
         self._copied = zero == 3 or any(master.target is not None for some in masters for master in some)
-        self._num_shared = 0
-        self._versions = self._count_changes()
+        self._know()
         self._places = [p.data_ptr() for p in self.parameters]
         self._hooked: list[bool] = []
 
@@ -268,19 +277,28 @@ class ReplicaGroup:
         """The context in which forward and backward find the parameters."""
         return nullcontext() if self.gatherer is None else there_together([self.gatherer])
 
-    def _count_changes(self) -> list[tuple[int, int]]:
-        """How often each parameter was written to, as far as PyTorch counts it; in some steps also the sum of its bits,
-        by which writes to `p.data` show.
-        """
-        looks = self._copied and self.gatherer is None and (self._num_shared < FIRST or self._num_shared % EVERY == 0)
-        bits = [int(bits_of(p.detach()).sum(dtype=torch.int64)) if looks else 0 for p in self.parameters]
-        return [(p._version, found) for p, found in zip(self.parameters, bits, strict=True)]
+    def _know(self) -> None:
+        """Remember the values of parameters, so that changes of them show. PyTorch counts no writes to `p.data`."""
+        self._versions, self._checksums = [p._version for p in self.parameters], self._sum_bits()
 
-    def _refuse_changes(self, since: list[tuple[int, int]], why: str) -> None:
-        now = zip(self.names, since, self._count_changes(), strict=True)
-        changed = next((name for name, before, after in now if before != after), None)
-        if changed is not None:
-            raise Refusal(f"{changed} was changed {why}")
+    def _sum_bits(self) -> Tensor:
+        """A row of numbers for each parameter, by which writes to `p.data` show, if some copy would not see them."""
+        return checksums(self.parameters if self.gatherer is None and (self._copied or self.mirrored) else ())
+
+    def _written(self, why: str) -> str | None:
+        """Which parameter was written to since `_know`, as far as PyTorch counts it, in words; None if none was."""
+        each = zip(self.names, self.parameters, self._versions, strict=True)
+        return next((f"{name} was changed {why}" for name, p, version in each if p._version != version), None)
+
+    @property
+    def _thawed(self) -> str | None:
+        thawed = next((name for name, p in self._frozen.items() if p.requires_grad), None)
+        if thawed is None:
+            return None
+        return (
+            f"{thawed} is trained now, but was frozen when the engine was made: leave it as it was, and let "
+            "engine.unfreeze() of all ranks say from when on it is trained"
+        )
 
     def prepare(self, num_passes: int = 1, in_parts: bool = False) -> None:
         """Forget the gradients of the step before, and let hooks wait for whole ones of the step, of so many passes.
@@ -305,19 +323,14 @@ class ReplicaGroup:
                     "`model.to()`, but with ZeRO, low_precision_weights and offload the optimizer works on that: do so "
                     "before the engine is made, or write to it in place"
                 )
-        if self._copied:
-            self._refuse_changes(
-                self._versions,
-                "outside of the optimizer, which with ZeRO 3, low_precision_weights or offload works on values of its "
-                "own: change it before the engine is made, or train without these",
-            )
-        thawed = next((name for name, p in self._frozen.items() if p.requires_grad), None)
-        if thawed is not None:
-            raise Refusal(
-                f"{thawed} is trained now, but was frozen when the engine was made: leave it as it was, and let "
-                "engine.unfreeze() of all ranks say from when on it is trained"
-            )
-        self._versions = self._count_changes()
+        problem = self._written(OUTSIDE) if self._copied else None
+        problem = problem or self._thawed
+        if problem is not None:
+            raise Refusal(problem)
+        if not self._copied:
+            self._know()
+        if self.gatherer is not None:
+            self.gatherer.freed = []  # what evaluations freed may have become their outputs
         self.reducer.prepare(accumulate=True)
 
     def unfreeze(self, names: Collection[str]) -> None:
@@ -327,20 +340,22 @@ class ReplicaGroup:
                 p.requires_grad_(True)
                 self.reducer.wake(i)
 
-    def finish(self) -> bool:
-        """Wait until the gradients are complete. Collective. Raises Refusal for changes that not all have seen.
+    def finish(self) -> str | None:
+        """Wait until the gradients are complete. Collective.
 
-        Returns whether ranks have hooks on the gradients of different parameters, which are not called then.
+        Returns why this rank refuses the step, such as for changes that not all ranks have seen; None if it does not.
         """
+        problem = self._thawed if isinstance(self.reducer, Reducer) else None  # by the model as it ran
         if self._copied or self.mirrored:
-            self._refuse_changes(
-                self._versions,
-                "while the model ran, which with ZeRO 3, low_precision_weights, offload or bidirectional not every "
-                "copy of it sees: train without these",
-            )
-        unlike = self.reducer.finish(self._hooked)
-        self._hooked = [] if unlike else self._hooked
-        return unlike
+            problem = problem or self._written(MEANWHILE)
+            changed = (self._checksums != self._sum_bits()).any(1).nonzero().flatten().tolist()
+            if problem is None and changed:
+                problem = f"{self.names[changed[0]]} was changed {OUTSIDE if self._copied else MEANWHILE}"
+        if self.reducer.finish(self._hooked):
+            self._hooked, problem = [], problem or UNLIKE_HOOKS
+        if problem is None and self.gatherer is not None:
+            problem = self.gatherer.kept()
+        return problem
 
     def call_hooks(self) -> None:
         """Call the hooks on the gradients of parameters. Collective."""
@@ -445,8 +460,7 @@ class ReplicaGroup:
                 if self._spread is not None:
                     spreading.append(self._spread(number))
         Pending.all(self.comm.node, spreading).wait()
-        self._num_shared += 1
-        self._versions = self._count_changes()
+        self._know()
 
     def gradient_shards(self) -> Iterator[tuple[str, BucketSegment, Tensor | None]]:
         """The gradient of what this rank owns, after a step; None for a parameter that had none."""

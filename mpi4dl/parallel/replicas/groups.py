@@ -73,14 +73,14 @@ class ReplicaGroups:
             f"{fixed} cannot be unfrozen, as the optimizer does not have it: make it of all that is trained later too"
         )
 
-    def finish(self) -> bool:
-        """Whether ranks of some group have hooks on the gradients of different parameters."""
-        unlike = False
+    def finish(self) -> str | None:
+        """Wait until all gradients are complete. Returns why this rank refuses the step; None if it does not."""
+        problem = None
         for stages, group in self._groups:
             with group.one_pass(last=True) if len(stages) > 1 else nullcontext():
                 pass
-            unlike |= group.finish()
-        return unlike
+            problem = group.finish() or problem
+        return problem
 
     def call_hooks(self, alike: Callable[[Any], Any]) -> None:
         """Within `alike(stages)`, call the hooks on the gradients of each group's parameters."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from mpi4dl._progress import quietly
+from mpi4dl._wording import quietly
 from mpi4dl.comm import Refusal
 from mpi4dl.datasets import DatasetError
 from mpi4dl.geometry import BATCH, GridShape, Split, Tiling, even_cuts

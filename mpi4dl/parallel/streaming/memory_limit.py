@@ -178,10 +178,6 @@ class StreamNeeds:
                 )
         return tuple(found)
 
-    def without_tiles(self) -> "StreamNeeds":
-        """The needs besides those of the tile that is run."""
-        return replace(self, segments=tuple(each._replace(read_bytes=0, tile_bytes=0) for each in self.segments))
-
     def costs(self, costs: StageCosts, num_ranks: int) -> StageCosts:
         """The costs of a plan whose first stage, of so many ranks, is streamed."""
         byte_seconds = 1 / costs.stages[0].machine.bytes_per_second if costs.timed else 0.0
@@ -399,7 +395,8 @@ def choose_tiles(
             return tried[-1]
 
         def is_hopeless(choice: StreamChoice) -> bool:
-            return bytes_of(choice.needs.without_tiles()) > most_bytes
+            rest = tuple(each._replace(read_bytes=0, tile_bytes=0) for each in choice.needs.segments)
+            return bytes_of(replace(choice.needs, segments=rest)) > most_bytes  # without the tile that is run
 
         found = _first_that_fits(choice_of, counts, most_bytes, is_hopeless)
         if found is not None:

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mpi4dl._progress import quietly
 from mpi4dl._randomness import RandomStates
+from mpi4dl._wording import quietly
 from mpi4dl.comm import Refusal
 from mpi4dl.comm.exchange import LocalFunction, narrow, once_differentiable
 from mpi4dl.comm.streams import carried
