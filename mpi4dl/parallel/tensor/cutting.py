@@ -149,13 +149,14 @@ class CutParameters(dict[str, "nn.Parameter | None"]):
     def __init__(self, values: Any, layouts: "dict[str, Layout | None]", known: Known) -> None:
         super().__init__(values)
         self.layouts, self._known = layouts, known
+        self._replaced = set[str]()  # those of which a model has put whole ones here, as functional_call
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CutParameters":
         return CutParameters(copy.deepcopy({**self}, memo), {**self.layouts}, Known())
 
     def __getitem__(self, name: str) -> Any:
         part, layout = dict.__getitem__(self, name), self.layouts.get(name)
-        if layout is None or not isinstance(part, nn.Parameter):  # torch.func.functional_call puts whole ones here
+        if part is None or layout is None or name in self._replaced:
             return part
         key = id(part), part.requires_grad and torch.is_grad_enabled()
         known = self._known.get(key)
@@ -164,11 +165,9 @@ class CutParameters(dict[str, "nn.Parameter | None"]):
         return known
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if isinstance(value, SpatialTensor) and value.parameter is not None:
-            value = value.parameter
-        elif value is not None and self.layouts.get(name) is not None and _runs():
-            value = value.view_as(value)  # a whole one
-        super().__setitem__(name, value)
+        known = getattr(value, "parameter", None)
+        (self._replaced.add if known is None and _runs() else self._replaced.discard)(name)
+        super().__setitem__(name, value if known is None else known)
 
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if _runs() and name in self else dict.get(self, name, default)
