@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import errno
+import mmap
 import os
 import platform
 import resource
@@ -50,6 +51,14 @@ def keep_freed_memory(keep: bool = True) -> bool:
         return False
     options = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: KEPT_BYTES} if keep else {M_MMAP_THRESHOLD: RETURNED_BYTES}
     return all(mallopt(name, value) for name, value in (options | {M_ARENA_MAX: 1}).items())
+
+
+def forget(x: "torch.Tensor") -> None:
+    """Give the pages back on which only this contiguous tensor of a CPU lies. Its numbers are lost."""
+    start, stop = (-(-x.data_ptr() // mmap.PAGESIZE), (x.data_ptr() + x.nbytes) // mmap.PAGESIZE)
+    if stop > start and hasattr(mmap, "MADV_DONTNEED"):
+        place = ctypes.c_void_p(start * mmap.PAGESIZE), ctypes.c_size_t((stop - start) * mmap.PAGESIZE)
+        ctypes.CDLL(None).madvise(*place, mmap.MADV_DONTNEED)
 
 
 def _status_bytes(field: str, file: Path | None = None) -> int | None:

@@ -482,11 +482,8 @@ def not_finite(
 
     Each rank has its own values; the remark is the same on all. Masks in buffers may have infinities. Collective.
     """
-    found = [
-        name
-        for name, value in values
-        if value.is_floating_point() and not (value.isfinite() if name in parameters else ~value.isnan()).all()
-    ]
+    ends = [(name, torch.stack(x.aminmax())) for name, x in values if x.is_floating_point() and x.numel()]
+    found = [name for name, x in ends if not (x.isfinite() if name in parameters else ~x.isnan()).all()]
     names = sorted({name for rank in comm.all_gather_object(found) for name in rank})
     if not names:
         return []

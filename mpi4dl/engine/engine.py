@@ -37,6 +37,7 @@ from mpi4dl.parallel.replicas.optimizer_traits import (
     step_unit,
 )
 from mpi4dl.parallel.replicas.update import as_one, home_for, options_of, stays
+from mpi4dl.parallel.spatial.sharding import spread_buffer
 from mpi4dl.tasks.formulas import SummedLoss
 
 NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -290,7 +291,9 @@ class Engine(Runner):
     def _prepare(self, num_microbatches: int) -> str | None:
         """Make ready for a step. Returns why this rank refuses it, which all ranks learn as they run it."""
         hooks = (backward_hook_in(part.module, part.grid.size) for part in self.stages.parts.values())
-        problem = next((each for each in (self._unknown(), *hooks, self._stepping.problem()) if each is not None), None)
+        buffer = spread_buffer(modules_of(self.stages))
+        found = (self._unknown(), buffer, *hooks, self._stepping.problem())
+        problem = next((each for each in found if each is not None), None)
         if problem is not None:  # hooks may come at any time
             return problem
         for part in self.stages.parts.values():

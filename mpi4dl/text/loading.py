@@ -145,7 +145,7 @@ def lower_weights(stages: LocalStages, precision: Precision) -> None:
                 )
             kinds[id(whole)] = QuantizedExperts if isinstance(module, Experts) else QuantizedWeight
             places.append((module, name))
-    exchange(stages, places, lambda whole: nn.Parameter(kinds[id(whole)].of(whole, bits), requires_grad=False))
+    exchange(stages, places, lambda whole, _: nn.Parameter(kinds[id(whole)].of(whole, bits), requires_grad=False))
 
 
 def _matrices_of(module: nn.Module) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from mpi4dl._memory import forget
 from mpi4dl.models.experts import Router, grouped_linear
 from mpi4dl.models.transformer import Attention
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
@@ -29,7 +30,9 @@ from mpi4dl.parallel.spatial import SpatialTensor
 ROWS_OF_PRODUCTS = 8
 MULTIPLES = (ROWS_OF_PRODUCTS, 16, 32, 64)
 MOST_ROWS = 512  # up to which products are tried
-BLOCK = 16  # rows
+PACKED_ROWS = 1, 2, 4, 8, 12, 16  # that are multiplied: for each number oneDNN keeps a kernel, of 0.5 MB
+BLOCK = PACKED_ROWS[-1]
+OUTPUTS_AT_ONCE = 1024  # of a weight of which an embedding looks up rows, too: it unpacks as many for one
 LOGITS_LAYER = "lm_head"  # behind which there is no activation
 
 # PyTorch computes functions such as GELU for 32 elements at once, at most. For the few that are left it has another
@@ -67,51 +70,73 @@ class ReplacedWeight(Tensor):
 class PackedWeight(ReplacedWeight):
     """A float32 matrix (outputs, inputs), packed for F.linear, which then gives a row the same bits in any number.
 
+    It is packed in `parts` of so many outputs, or in one; the memory of `weight` may be let go part by part.
     `fewest_rows` was found for this number of `threads`.
     """
 
-    packed: Tensor
+    parts: list[Tensor]
     fewest_rows: int
     threads: int
     _is_param: bool
 
     @staticmethod
-    def __new__(cls, weight: Tensor) -> "PackedWeight":
+    def __new__(cls, weight: Tensor, at_once: int = sys.maxsize, let_go: bool = False) -> "PackedWeight":
         self = Tensor._make_wrapper_subclass(cls, tuple(weight.shape), dtype=weight.dtype, device=weight.device)
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), BLOCK)
+        self.parts = []
+        for part in weight.detach().contiguous().split(at_once):
+            self.parts.append(torch.ops.mkldnn._reorder_linear_weight(part, BLOCK))
+            if let_go:
+                forget(part)
         self.fewest_rows, self.threads = ROWS_OF_PRODUCTS, 0
         self._is_param = True  # as nn.Parameter(self) would do, which imports modules of PyTorch for seconds
         return self
 
     def plain(self) -> Tensor:
         """The values as an ordinary tensor, a copy."""
-        return self.packed.to_dense()
+        return torch.cat([part.to_dense() for part in self.parts])
 
 
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """x W' + b by the packed product."""
     rows = x.reshape(-1, x.shape[-1])
-    if weight.fewest_rows <= rows.shape[0] <= BLOCK:
-        found = _multiply(rows, weight, bias)
-    else:
-        found = torch.cat([_padded(block, weight, bias) for block in rows.split(BLOCK)])
+    products = [_padded(block, weight, bias) for block in rows.split(BLOCK)]
+    found = products[0] if len(products) == 1 else torch.cat(products)
     return found.view(*x.shape[:-1], found.shape[-1])
 
 
-PackedWeight.uses = {F.linear: linear}
+def embedding(indices: Tensor, weight: PackedWeight, *options: Any, **named: Any) -> Tensor:
+    """Rows of the matrix, from the parts that have them. Options of F.embedding are of its gradients."""
+    flat = indices.reshape(-1)
+    if len(flat) and not 0 <= int(flat.min()) <= int(flat.max()) < weight.shape[0]:
+        raise IndexError("index out of range in self")
+    found = torch.empty(len(flat), weight.shape[1])
+    part, row = flat // len(weight.parts[0]), flat % len(weight.parts[0])
+    for number in part.unique().tolist():
+        here = part == number
+        found[here] = weight.parts[number].to_dense()[row[here]]
+    return found.view(*indices.shape, weight.shape[1])
+
+
+PackedWeight.uses = {F.linear: linear, F.embedding: embedding}
 
 
 def _padded(rows: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    missing = max(0, weight.fewest_rows - len(rows))
-    return _multiply(F.pad(rows, (0, 0, 0, missing)) if missing else rows, weight, bias)[: len(rows)]
+    number = max(weight.fewest_rows, len(rows))
+    missing = next(enough for enough in PACKED_ROWS if enough >= number) - len(rows)
+    if not missing:
+        return _multiply(rows, weight, bias)
+    return _multiply(F.pad(rows, (0, 0, 0, missing)), weight, bias)[: len(rows)]
 
 
 def _multiply(rows: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(rows, weight.packed, bias, "none", [], "")
+    biases = [None] * len(weight.parts) if bias is None else bias.contiguous().split(len(weight.parts[0]))
+    products = zip(weight.parts, biases, strict=True)
+    found = [torch.ops.mkldnn._linear_pointwise(rows, part, own, "none", [], "") for part, own in products]
+    return found[0] if len(found) == 1 else torch.cat(found, -1)
 
 
 def fewest_rows(weight: PackedWeight, biased: bool = True) -> int | None:
-    """From how many rows on, up to `BLOCK`, this machine gives each row the same bits, without a bias and with one.
+    """From which of `PACKED_ROWS` on this machine gives each row the same bits, without a bias and with one.
 
     None: from more than `ROWS_OF_PRODUCTS` on, or not at all.
     """
@@ -120,8 +145,10 @@ def fewest_rows(weight: PackedWeight, biased: bool = True) -> int | None:
     found = 1
     for bias in (None, torch.ones(weight.shape[0])) if biased else (None,):
         expected, fewest = _multiply(rows, weight, bias)[0], BLOCK + 1
-        while fewest > found and bool((_multiply(rows[: fewest - 1], weight, bias) == expected).all()):
-            fewest -= 1
+        for number in reversed(PACKED_ROWS):
+            if not (_multiply(rows[:number], weight, bias) == expected).all():
+                break
+            fewest = number
         found = max(found, fewest)
     return found if found <= ROWS_OF_PRODUCTS else None
 
@@ -129,24 +156,29 @@ def fewest_rows(weight: PackedWeight, biased: bool = True) -> int | None:
 def pack_weights(stages: LocalStages) -> None:
     """Pack the float32 matrices of linear layers on CPUs, in place, where this machine then gives rows the same bits.
 
-    The plain ones are let go, but for those that other layers use too, such as the embedding that is tied to the last
-    layer. Of packed ones that are there it is found out again whether they can stay.
+    The plain ones are let go, but for those that other layers than embeddings use too. Of packed ones that are there it
+    is found out again whether they can stay.
     """
-    linear = [m for m in stages.modules() if isinstance(m, nn.Linear) and _can_be_packed(m._parameters.get("weight"))]
-    biased = {module.weight.shape for module in linear if module.bias is not None}
+    found = [(m, m._parameters.get("weight")) for m in stages.modules() if isinstance(m, (nn.Linear, nn.Embedding))]
+    linear = [(m, weight) for m, weight in found if isinstance(m, nn.Linear) and _can_be_packed(weight)]
+    weights = {id(weight) for _, weight in linear}
+    tables = [(m, p) for m, p in found if isinstance(m, nn.Embedding) and m.max_norm is None and id(p) in weights]
+    biased = {weight.shape for module, weight in linear if module.bias is not None and weight is not None}
+    looked_up = {id(weight) for _, weight in tables}
     fewest: dict[torch.Size, int | None] = {}
 
-    def packed(weight: nn.Parameter) -> nn.Parameter:
-        mine = weight if isinstance(weight, PackedWeight) else PackedWeight(weight)
+    def packed(weight: nn.Parameter, only_one: bool) -> nn.Parameter:
+        at_once = OUTPUTS_AT_ONCE if id(weight) in looked_up else sys.maxsize
+        mine = weight if isinstance(weight, PackedWeight) else PackedWeight(weight, at_once, only_one)
         if weight.shape not in fewest:
             fewest[weight.shape] = fewest_rows(mine, weight.shape in biased)
         rows = fewest[weight.shape]
         if rows is None:
-            return nn.Parameter(mine.plain(), requires_grad=False) if mine is weight else weight
+            return nn.Parameter(mine.plain(), requires_grad=False) if only_one or mine is weight else weight
         mine.fewest_rows, mine.threads = rows, torch.get_num_threads()
         return cast("nn.Parameter", mine)
 
-    exchange(stages, [(module, "weight") for module in linear], packed)
+    exchange(stages, [(module, "weight") for module, _ in (*linear, *tables)], packed)
 
 
 def _can_be_packed(weight: Tensor | None) -> bool:
@@ -158,20 +190,22 @@ def _can_be_packed(weight: Tensor | None) -> bool:
 def exchange(
     stages: LocalStages,
     names: Iterable[tuple[nn.Module, str]],
-    instead: Callable[[nn.Parameter], nn.Parameter],
+    instead: Callable[[nn.Parameter, bool], nn.Parameter],
 ) -> None:
     """Put other parameters `instead` of those of these names in these modules, which are let go if no other has them.
 
-    Several places of one parameter get one other.
+    Several places of one parameter get one other. `instead` takes whether nobody else needs its numbers, too.
     """
     places = [(module, name, before) for module, name in names if (before := module._parameters.get(name)) is not None]
     here = Counter(id(before) for _, _, before in places)
     everywhere = Counter(id(p) for module in stages.modules() for p in module._parameters.values())
+    storages = Counter(p.data_ptr() for p in {*stages.parameters()} if type(p) is nn.Parameter)
     known: dict[int, nn.Parameter] = {}
     for module, name, before in places:
         if id(before) not in known:
-            after = known[id(before)] = instead(before)
-            if type(before) is nn.Parameter and after is not before and here[id(before)] == everywhere[id(before)]:
+            last = type(before) is nn.Parameter and here[id(before)] == everywhere[id(before)]
+            after = known[id(before)] = instead(before, last and storages[before.data_ptr()] == 1)
+            if last and after is not before:
                 before.data = before.data.new_empty(0)  # now, so that there are never two of all
         module._parameters[name] = known[id(before)]
     for group in stages.together:

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from mpi4dl._randomness import PythonStates, RandomStates, forked, seed_host
 from mpi4dl.comm import Communicator, Pending, Refusal
+from mpi4dl.comm.exchange import within_forward
 from mpi4dl.comm.pending import as_event
 from mpi4dl.parallel.inputs import Microbatch
 from mpi4dl.parallel.pipeline.decisions import (
@@ -523,8 +524,8 @@ class _Run:
         if executor.draws_by_stream:  # ranks that share a stage draw alike, whatever each does in between
             executor.begin_stream((*action[1:], microbatch.replica) if executor.plan.local_batches else action[1:])
         deferred = live.weights.deferred() if action.stage in self.defers else nullcontext()
-        hooks = whole_gradients(part.grid) if part.grid.size > 1 else nullcontext()
-        with self.timed(action), hooks:
+        over_ranks = (whole_gradients(part.grid), within_forward()) if part.grid.size > 1 else (nullcontext(),) * 2
+        with self.timed(action), over_ranks[0], over_ranks[1]:
             renewing = executor.renewing(action) if self.training and executor.plan.num_stages > 1 else nullcontext()
             collecting: AbstractContextManager[None] = nullcontext()
             if statistics is not None:
