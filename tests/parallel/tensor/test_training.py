@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
+from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -360,6 +361,9 @@ def test_our_models(ranks: Ranks, name: str, sequence: bool) -> None:
 def test_what_parts_cannot_be_trained_with(comm: Communicator) -> None:
     with pytest.raises(Refusal, match="Adafactor works on whole ones"):
         engine_of(comm, replace(LANGUAGE, optimizer="Adafactor"), PLANS["tensor 2"])
+    unknown = replace(LANGUAGE, optimizer=lambda model: type("Own", (AdamW,), {"own": 1})(model.parameters()))
+    with pytest.raises(Refusal, match=r"under tensor\(2\) ranks have parts of parameters: train without"):
+        engine_of(comm, unknown, PLANS["tensor 2"])
     with pytest.raises(ValueError, match="mirrored copy of GEMS has whole parameters"):
         Plan(((1,), (1,)), tensor=2, bidirectional=1)
     with pytest.raises(ValueError, match="`sequence` shares tokens among the ranks of `tensor`"):
