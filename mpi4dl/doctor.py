@@ -34,7 +34,12 @@ class DoctorConfig:
 @command(DoctorConfig, "[--FLAG VALUE ...]", DESCRIPTION)
 def doctor(comm: "Communicator", asked: CommandLine[DoctorConfig]) -> None:
     """Examine the machine, and save its description. Collective."""
+    from mpi4dl._files import unwritable
+
     chosen = asked.config.examining
+    if chosen.save is not None:
+        comm.agree("--save measures messages: start at least 2 ranks" if comm.size == 1 else None)
+        comm.agree(unwritable("--save", chosen.save) if comm.rank == 0 else None)
     examine(comm, chosen.gpu_wire)
     if chosen.save is not None:
         save(comm, chosen.save)
@@ -101,17 +106,11 @@ def shared_memory(num_ranks: int) -> str:
 
 
 def save(comm: "Communicator", path: str) -> None:
-    """Measure the machine, and write its description on rank 0. Collective.
-
-    Raises:
-        Refusal: there is one rank, or the file cannot be written.
-    """
-    from mpi4dl._files import unwritable, write_durably
+    """Measure the machine, and write its description on rank 0. Collective; raises Refusal if it cannot be written."""
+    from mpi4dl._files import write_durably
     from mpi4dl.estimate.machine_file import machine_toml
     from mpi4dl.estimate.measured_machine import measure_machine
 
-    comm.agree("--save measures messages: start at least 2 ranks" if comm.size == 1 else None)
-    comm.agree(unwritable("--save", path) if comm.rank == 0 else None)
     machine = measure_machine(comm, comm.node.device(), Path(path).stem)
     problem = None
     if comm.rank == 0:
