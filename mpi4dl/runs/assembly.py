@@ -18,6 +18,7 @@ from mpi4dl.datasets import DatasetError
 from mpi4dl.options import parts
 from mpi4dl.options.build import TrainingSpec, build_plan
 from mpi4dl.options.config import Config, ConfigError
+from mpi4dl.options.declare import saying
 from mpi4dl.options.models import without_rules
 from mpi4dl.options.sources import DataSource, source_of
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
@@ -132,10 +133,8 @@ def hold_model(spec: TrainingSpec, plan: Plan, comm: Communicator, device: torch
     from mpi4dl.parallel.streaming.patches import stream_patches
 
     assert isinstance(model, PatchModel)
-    try:
+    with saying(f"`stream_segments` {patches.segments} of `model` {spec.name}"):
         stream_patches(model.to(device), patches, spec.channels)
-    except ValueError as error:
-        raise ConfigError(f"`stream_segments` {patches.segments} of `model` {spec.name}: {error}") from error
     return LocalStages.whole(model, plan, comm, patches)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from mpi4dl._files import read_regular
 from mpi4dl._numbers import parse_json
-from mpi4dl.datasets.base import BadImage, DatasetError, LastMade, Pixels, printable
+from mpi4dl.datasets.base import DatasetError, LastMade, Pixels, blaming
 from mpi4dl.datasets.files import open_stored_picture, shown
 from mpi4dl.datasets.slides.annotations import FARTHEST, read_annotations
 from mpi4dl.datasets.slides.slide import MPP_AT_1X, Level, Resolution, Slide, SlideFile, open_slide
@@ -208,12 +208,8 @@ def encoded(pixels: Pixels, form: str) -> bytes:
 
 def read_map(path: Path, scale: Sequence[float] = (1, 1)) -> dict[str, Any]:
     """The map in a GeoJSON file, as `map_of` has it. Raises BadImage."""
-    try:
+    with blaming(path, "is damaged"):
         return map_of(parse_json(read_regular(path)), scale)
-    except OSError as error:
-        raise BadImage(path, f"cannot be read: {error.strerror or error}") from error
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise BadImage(path, f"is damaged: {printable(str(error))}") from error
 
 
 def map_of(content: Any, scale: Sequence[float] = (1, 1)) -> dict[str, Any]:
