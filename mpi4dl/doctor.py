@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from mpi4dl._commands import typed
 from mpi4dl.options.command import CommandLine, command
 from mpi4dl.options.config import Parallel
-from mpi4dl.options.declare import like, option
+from mpi4dl.options.declare import like, option, saying
 from mpi4dl.options.kinds import NAME, optional
 
 if TYPE_CHECKING:
@@ -113,13 +113,9 @@ def save(comm: "Communicator", path: str) -> None:
     comm.agree("--save measures messages: start at least 2 ranks" if comm.size == 1 else None)
     comm.agree(unwritable("--save", path) if comm.rank == 0 else None)
     machine = measure_machine(comm, comm.node.device(), Path(path).stem)
-    problem = None
-    if comm.rank == 0:
-        try:
+    with comm.together(), saying(f"--save {path}", OSError):
+        if comm.rank == 0:
             write_durably(Path(path), machine_toml(machine).encode())
-        except OSError as error:
-            problem = f"--save {path}: {error.strerror}"
-    comm.agree(problem)
     if comm.rank == 0:
         print(f"{machine.describe()}\n{SAVED}: {path}")
 
