@@ -15,6 +15,7 @@ from mpi4dl._memory import keep_freed_memory, return_freed_memory
 from mpi4dl._randomness import seed_python
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets import DatasetError
+from mpi4dl.engine.precision import choose_kernels
 from mpi4dl.options import parts
 from mpi4dl.options.build import TrainingSpec, build_plan
 from mpi4dl.options.config import Config, ConfigError
@@ -103,8 +104,6 @@ def assemble(
     with comm.together((ValueError,)):
         device = comm.node.device(config.parallel.device)
     if device.type == "cuda":
-        from mpi4dl.engine.precision import choose_kernels
-
         choose_kernels(config.parallel.deterministic, config.parallel.tf32)
     if device.type == "cuda" or config.parallel.gpu_wire == "nccl":
         comm.choose_gpu_wire(config.parallel.gpu_wire)
