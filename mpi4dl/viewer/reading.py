@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import PIL.Image
 
 from mpi4dl._files import read_regular
 from mpi4dl._numbers import parse_json
@@ -195,8 +196,6 @@ def read_extended(view: Slide, box: Sequence[Interval]) -> Pixels:
 
 
 def encoded(pixels: Pixels, form: str) -> bytes:
-    import PIL.Image
-
     file = io.BytesIO()
     image = PIL.Image.fromarray(np.ascontiguousarray(pixels))
     if form == "jpg":
