@@ -13,7 +13,6 @@ from mpi4dl.datasets import series
 from mpi4dl.datasets.base import DatasetError, printable
 from mpi4dl.datasets.files import DICOM, SUFFIXES, WHOLE_SLIDES, ZARR_SUFFIXES
 from mpi4dl.datasets.listed import files_below
-from mpi4dl.datasets.slides import dicom
 from mpi4dl.datasets.volumes import VOLUME_SUFFIXES
 
 # The files of each sample among those of a folder, its main file first.
@@ -92,6 +91,12 @@ _OTHER_SLIDES = (".czi", ".vsi", ".lif", ".isyntax", ".qptiff")
 _OTHER_VOLUMES = (".mha", ".mhd", ".nrrd", ".nhdr", ".mgz", ".img")
 
 
+def _slides_of_dicom(files: Sequence[Path]) -> Sequence[Sequence[Path]]:
+    from mpi4dl.datasets.slides import dicom
+
+    return dicom.grouped(files)
+
+
 PICTURES = FileKind(
     "image", SUFFIXES, not_read=(*_OTHER_PICTURES, *_OTHER_SLIDES, *_OTHER_VOLUMES, DICOM, ".nii", ".nii.gz", ".npy")
 )
@@ -99,7 +104,7 @@ VOLUMES = FileKind("volume", tuple(VOLUME_SUFFIXES), series.grouped, not_read=(*
 SLIDES = FileKind(
     "slide",
     WHOLE_SLIDES,
-    dicom.grouped,
+    _slides_of_dicom,
     layout="expected a line such as slide_id,case_id,label and below it one for each slide, such as s1,p1,tumour",
     missing=": correct its name, or name the folder of slides by `slides_folder`",
     folder_option="slides_folder",
