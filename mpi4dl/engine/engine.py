@@ -37,6 +37,7 @@ from mpi4dl.parallel.replicas.optimizer_traits import (
     step_unit,
 )
 from mpi4dl.parallel.replicas.update import as_one, home_for, options_of, stays
+from mpi4dl.parallel.spatial.sharding import spread_buffer
 from mpi4dl.tasks.formulas import SummedLoss
 
 NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -186,7 +187,8 @@ class Engine(Runner):
             groups.append((stages, ReplicaGroup(parameters, alike, optimizer, *how)))
         self.groups = self.executor.parameters = ReplicaGroups(groups, self.stages.runs)
         partial = plan.zero > 0 or plan.num_stages > 1 or plan.cuts_parameters
-        self._stepping = Stepping(optimizer, tuple(self.groups), comm, partial)
+        cut = [p for each in self.stages.together if len(each.across) > 1 for _, p in each.parameters]
+        self._stepping = Stepping(optimizer, tuple(self.groups), comm, partial, cut if plan.cuts_parameters else None)
         self._across = [self._parts_of(each.parameters, each.across) for each in self.stages.together]
         self._table = plan.table()
         named = [each for module in modules_of(self.stages) for each in module._parameters.items()]
@@ -290,7 +292,9 @@ class Engine(Runner):
     def _prepare(self, num_microbatches: int) -> str | None:
         """Make ready for a step. Returns why this rank refuses it, which all ranks learn as they run it."""
         hooks = (backward_hook_in(part.module, part.grid.size) for part in self.stages.parts.values())
-        problem = next((each for each in (self._unknown(), *hooks, self._stepping.problem()) if each is not None), None)
+        buffer = spread_buffer(modules_of(self.stages))
+        found = (self._unknown(), buffer, *hooks, self._stepping.problem())
+        problem = next((each for each in found if each is not None), None)
         if problem is not None:  # hooks may come at any time
             return problem
         for part in self.stages.parts.values():
