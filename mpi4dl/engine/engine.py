@@ -187,7 +187,8 @@ class Engine(Runner):
             groups.append((stages, ReplicaGroup(parameters, alike, optimizer, *how)))
         self.groups = self.executor.parameters = ReplicaGroups(groups, self.stages.runs)
         partial = plan.zero > 0 or plan.num_stages > 1 or plan.cuts_parameters
-        self._stepping = Stepping(optimizer, tuple(self.groups), comm, partial)
+        cut = [p for each in self.stages.together if len(each.across) > 1 for _, p in each.parameters]
+        self._stepping = Stepping(optimizer, tuple(self.groups), comm, partial, cut if plan.cuts_parameters else None)
         self._across = [self._parts_of(each.parameters, each.across) for each in self.stages.together]
         self._table = plan.table()
         named = [each for module in modules_of(self.stages) for each in module._parameters.items()]

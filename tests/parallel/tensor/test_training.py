@@ -371,6 +371,19 @@ def test_what_parts_cannot_be_trained_with(comm: Communicator) -> None:
 
 
 @on_ranks(2)
+def test_a_step_hook_reads_weights_that_ranks_share_and_changes_none(comm: Communicator) -> None:
+    """Each rank would divide its part by the norm of that."""
+    engine, average = engine_of(comm, LANGUAGE, PLANS["tensor 2"]), list[Tensor]()
+    parameters = list(engine.stages.parameters())
+    engine.optimizer.register_step_post_hook(lambda *_: average.extend(p.detach() / 2 for p in parameters))
+    step(engine, LANGUAGE, 0)
+    assert len(average) == len(parameters)
+    engine.optimizer.register_step_post_hook(lambda *_: [p.data.div_(p.data.norm()) for p in parameters] and None)
+    with pytest.raises(Refusal, match="a step post-hook changes weights of which ranks have parts"):
+        step(engine, LANGUAGE, 1)
+
+
+@on_ranks(2)
 def test_ranks_that_share_layers_draw_alike(comm: Communicator) -> None:
     """Ranks that share layers are refused if they would drop other values of what each of them has whole."""
     engine = engine_of(comm, OF_OURS["ViT"][0], Plan(((1, 1),), tensor=2))
