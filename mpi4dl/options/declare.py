@@ -48,7 +48,7 @@ def saying(what: str, *kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except caught as error:
-        raise ConfigError(f"{what}: {error}") from None
+        raise ConfigError(f"{what}: {getattr(error, 'strerror', None) or error}") from None
 
 
 @dataclass(frozen=True)
