@@ -1,13 +1,19 @@
 """The machine of a job: `mpirun -n 2 mpi4dl doctor` shows what mpi4dl found, and the time of messages."""
 
+import os
+import platform
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpi4dl import __version__
 from mpi4dl._commands import typed
+from mpi4dl._files import unwritable, write_durably
+from mpi4dl._wording import counted
+from mpi4dl.comm import shutdown
 from mpi4dl.options.command import CommandLine, command
 from mpi4dl.options.config import Parallel
-from mpi4dl.options.declare import like, option
+from mpi4dl.options.declare import like, option, saying
 from mpi4dl.options.kinds import NAME, optional
 
 if TYPE_CHECKING:
@@ -42,13 +48,8 @@ def doctor(comm: "Communicator", asked: CommandLine[DoctorConfig]) -> None:
 
 def examine(comm: "Communicator", gpu_wire: str) -> None:
     """Print, on rank 0, what all ranks found. Collective."""
-    import platform
-
     import torch
 
-    from mpi4dl import __version__
-    from mpi4dl._wording import counted
-    from mpi4dl.comm.shutdown import own_launcher
     from mpi4dl.parallel.costs.cost_model import one_way
 
     comm.node.share_cores()
@@ -65,7 +66,7 @@ def examine(comm: "Communicator", gpu_wire: str) -> None:
         return
     print(f"mpi4dl {__version__}, torch {torch.__version__}, Python {platform.python_version()}")
     print(f"MPI: {' '.join(comm.mpi_library.splitlines()[0].split())}")
-    print(f"start jobs with {own_launcher()}")
+    print(f"start jobs with {shutdown.own_launcher()}")
     for rank, (host, local, cores, threads, where, gpu) in enumerate(places):
         has = f"{counted(cores, 'core')} on the node, {counted(threads, 'thread')}"
         print(f"rank {rank}: {host}, local rank {local}, {has}, {where} ({gpu})")
@@ -83,10 +84,6 @@ def examine(comm: "Communicator", gpu_wire: str) -> None:
 
 def shared_memory(num_ranks: int) -> str:
     """The line on the memory that ranks of a machine share."""
-    import os
-
-    from mpi4dl.comm import shutdown
-
     folder, each, _ = shutdown.shared_memory()
     if each == 0:
         return f"shared memory: this MPI uses none, as {shutdown.TRANSPORTS} asks"
@@ -106,20 +103,15 @@ def save(comm: "Communicator", path: str) -> None:
     Raises:
         Refusal: there is one rank, or the file cannot be written.
     """
-    from mpi4dl._files import unwritable, write_durably
     from mpi4dl.estimate.machine_file import machine_toml
     from mpi4dl.estimate.measured_machine import measure_machine
 
     comm.agree("--save measures messages: start at least 2 ranks" if comm.size == 1 else None)
     comm.agree(unwritable("--save", path) if comm.rank == 0 else None)
     machine = measure_machine(comm, comm.node.device(), Path(path).stem)
-    problem = None
-    if comm.rank == 0:
-        try:
+    with comm.together(), saying(f"--save {path}", OSError):
+        if comm.rank == 0:
             write_durably(Path(path), machine_toml(machine).encode())
-        except OSError as error:
-            problem = f"--save {path}: {error.strerror}"
-    comm.agree(problem)
     if comm.rank == 0:
         print(f"{machine.describe()}\n{SAVED}: {path}")
 

@@ -135,13 +135,6 @@ def embed(comm: "Communicator", asked: CommandLine[EmbedConfig]) -> None:
         if chosen.slides is None:
             raise ConfigError("`slides` is missing: a table with a line for each slide, or a folder of slides")
 
-    from mpi4dl.models.registry import require_known
-    from mpi4dl.options.parts import is_own
-
-    with comm.together((ValueError,)):
-        if not is_own(config.encoder.model):
-            require_known(config.encoder.model)
-
     from mpi4dl.inference.embedding import Embedding, open_encoder, training_options
     from mpi4dl.runs.stopping import HangTimeout
 

@@ -5,6 +5,7 @@ model.load_state_dict(safetensors.torch.load_file("weights.safetensors"))
 """
 
 import json
+from collections import OrderedDict
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,8 +30,6 @@ def export(source: Path, out: Path) -> list[str]:
     it is. Adapters are merged: the model is the plain one. Every value has all of its names, and the file says what it
     is of. Returns what there is to say. Raises OSError, and ValueError without weights, or with only damaged ones.
     """
-    from collections import OrderedDict
-
     import torch
 
     from mpi4dl._numbers import Damaged

@@ -19,7 +19,7 @@ if runs(__name__):
 from mpi4dl._files import read_regular
 from mpi4dl.options.command import CommandLine, command
 from mpi4dl.options.config import Parallel
-from mpi4dl.options.declare import ConfigError, like
+from mpi4dl.options.declare import ConfigError, like, saying
 from mpi4dl.text.options import Batching, Prompts, Ranks, Sampling
 
 if TYPE_CHECKING:
@@ -80,18 +80,14 @@ def read_prompts(options: Prompts) -> list[str]:
         return [options.prompt]
     if options.prompt:
         raise ConfigError("--prompt and --prompts both say what the prompt is: give one of them")
-    try:
+    with saying(f"{path} is no text in UTF-8"):
         text = read_regular(Path(path)).decode()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no text in UTF-8: {error}") from None
     return [_prompt_in(line, f"line {n} of {path}") for n, line in enumerate(text.splitlines(), 1) if line.strip()]
 
 
 def _prompt_in(line: str, where: str) -> str:
-    try:
+    with saying(f"{where} is no JSON", ValueError, RecursionError):
         found = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is no JSON: {error}") from None
     found = found.get("prompt") if isinstance(found, dict) else found
     if not isinstance(found, str):
         raise ConfigError(f'{where} is no prompt: it must be a text, such as "def ", or {{"prompt": "def "}}')

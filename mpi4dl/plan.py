@@ -14,7 +14,7 @@ from mpi4dl._progress import ProgressLine
 from mpi4dl.estimate.plan_options import Measuring, OnMachine, Searched, Shown
 from mpi4dl.options.command import CommandLine, LocalCommand
 from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.options.declare import without_flags
+from mpi4dl.options.declare import saying, without_flags
 
 USAGE = "[--timeline FILE] [--config FILE] [--FLAG VALUE ...]"
 DESCRIPTION = "Show what a plan needs, search for the fastest, and --measure some. Only --measure needs MPI."
@@ -77,10 +77,8 @@ def show(asked_for: CommandLine[PlanConfig]) -> None:
     if found is not None and timeline is not None:
         from mpi4dl.parallel.tables.drawing import draw
 
-        try:
+        with saying(f"--timeline {timeline}", OSError):
             draw(found.simulation, timeline)
-        except OSError as error:
-            raise ConfigError(f"--timeline {timeline}: {error.strerror}") from None
         print(f"timeline: {timeline}")
 
 

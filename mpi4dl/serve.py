@@ -19,7 +19,7 @@ if runs(__name__):
 from mpi4dl._files import read_regular
 from mpi4dl._wording import to_install
 from mpi4dl.options.command import CommandLine, command
-from mpi4dl.options.declare import ConfigError, instead, like, option, same_as
+from mpi4dl.options.declare import ConfigError, instead, like, option, same_as, saying
 from mpi4dl.options.kinds import COUNT, COUNT_OR_ZERO, NAME, NOT_NEGATIVE, PORT, optional
 from mpi4dl.options.sections.address import Address
 from mpi4dl.runs.stopping import StopSignals
@@ -132,10 +132,8 @@ def _token(file: str | None) -> str | None:
     """The token that requests must have, without white space around it; None: no token. Raises ConfigError, OSError."""
     where, token = file or TOKEN_VARIABLE, os.environ.get(TOKEN_VARIABLE)
     if file is not None:
-        try:
+        with saying(f"{file} is no text in UTF-8"):
             token = read_regular(Path(file)).decode()
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{file} is no text in UTF-8: {error}") from None
     if token is None:
         return None
     token = token.strip()

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpi4dl._commands import one_message, runs, typed
-from mpi4dl.comm import failure
+from mpi4dl.comm import Refusal, failure
 
 if runs(__name__):
     failure.arm()  # before anything else that may fail on one rank alone
 
-from mpi4dl._wording import aligned
+from mpi4dl._files import make_folder, write_durably
+from mpi4dl._wording import aligned, counted
+from mpi4dl.geometry import Interval
 from mpi4dl.inference.options import LabelledColumns
 from mpi4dl.options.command import Command, CommandLine, command, refuse_together
 from mpi4dl.options.config import Slides
@@ -123,10 +125,7 @@ SOURCE = "a table of slides, or a folder of them,"
 )
 def check(comm: "Communicator", asked: CommandLine[CheckConfig]) -> None:
     """Read all levels of every slide through, each on one rank, and print what is wrong. Collective."""
-    from mpi4dl._wording import counted
-    from mpi4dl.comm import Refusal
     from mpi4dl.datasets.base import DatasetError
-    from mpi4dl.geometry import Interval
 
     slides, wrong = _open(comm, asked.source, asked.config.reading, asked.config.labels.task), set[int]()
 
@@ -165,7 +164,6 @@ def check(comm: "Communicator", asked: CommandLine[CheckConfig]) -> None:
 )
 def tissue(comm: "Communicator", asked: CommandLine[TissueConfig]) -> None:
     """Write NAME.png and NAME.geojson of the tissue of each slide, and of what is left out of it. Collective."""
-    from mpi4dl._files import make_folder, write_durably
     from mpi4dl.datasets.base import DatasetError
     from mpi4dl.datasets.slides.artifacts import ARTIFACTS
     from mpi4dl.datasets.slides.tissue import find_tissue
@@ -230,9 +228,6 @@ def hits(comm: "Communicator", asked: CommandLine[HitsConfig]) -> None:
     The last line has the share of slides. `hits.csv` in the folder has a line for each. Raises Refusal if no slide has
     both.
     """
-    from mpi4dl._files import write_durably
-    from mpi4dl._wording import counted
-    from mpi4dl.comm import Refusal
     from mpi4dl.datasets.base import DatasetError, printable
     from mpi4dl.options.sources import named_columns
     from mpi4dl.viewer.hits import Hit, csv_of, hit_of
@@ -310,8 +305,6 @@ def _open(comm: "Communicator", source: str, chosen: CheckedSlides, task: str | 
 )
 def compose(comm: "Communicator", asked: CommandLine[ComposeConfig]) -> None:
     """Write synthetic slides: stained tissue on glass, and lesions in those of every second patient. Collective."""
-    from mpi4dl._files import write_durably
-    from mpi4dl._wording import counted
     from mpi4dl.datasets.slides.compose import TABLE, Cohort
     from mpi4dl.results.job import FolderJob, ItemInput, settings_of
     from mpi4dl.results.names import COMPOSED

@@ -181,6 +181,8 @@ def check(path: Path, part: int = 0, parts: int = 1) -> None:
             verify(path / name, written.ranges[part::parts])
         Saved(path).close()
     except OSError as error:
+        if not path.is_dir():
+            raise Damaged("it was removed meanwhile, as a run does with its oldest checkpoints (`keep`)") from None
         where = "" if error.filename is None else f"{Path(error.filename).name}: "
         raise Unreadable(f"{where}{error.strerror or error}") from None
 

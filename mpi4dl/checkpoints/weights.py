@@ -25,7 +25,7 @@ from mpi4dl._files import is_stored_zip, open_regular
 from mpi4dl._numbers import Damaged
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl._wording import counted, printable, some, to_install
-from mpi4dl.checkpoints.manifest import ABOUT, AVERAGE, CLASSES, MODEL, OPTIMIZER, candidates_at
+from mpi4dl.checkpoints.manifest import ABOUT, AVERAGE, CLASSES, MODEL, OPTIMIZER, candidates_at, step_of
 from mpi4dl.checkpoints.saved import newest_whole
 from mpi4dl.comm import Communicator
 from mpi4dl.models.registry import page_of
@@ -88,6 +88,11 @@ def open_weights(source: str, model: str = "") -> WeightSource:
                 f"`weights` {source} is neither a run with weights nor a checkpoint of one: there is no {MODEL}"
             )
     elif not path.exists():
+        if step_of(path.parent) is not None:
+            raise ValueError(
+                f"there is no checkpoint {path.parent}: a run removes its oldest ones (`keep`) while it trains; start "
+                "again, or name another one"
+            )
         path = _cached(source, model)
     try:
         open_regular(path).close()
@@ -117,6 +122,8 @@ def weights_in(folder: Path, comm: Communicator | None = None) -> tuple[Path, li
     checkpoints, and none is whole; on all ranks.
     """
     chosen, skipped = newest_whole(candidates_at(folder), comm)
+    if chosen is None and skipped:  # a run that trains may have removed them, and have written others
+        chosen, skipped = newest_whole(candidates_at(folder), comm)
     if chosen is None and skipped:
         raise Damaged(f"no checkpoint is whole: {'; '.join(skipped)}")
     return (chosen or folder) / MODEL, skipped

@@ -11,6 +11,7 @@ Halo exchange, tiling an image, gathering tiles, cutting a tensor anew: all of t
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -347,8 +348,20 @@ BATCHED = (
     "the gradients of several outputs in one backward pass (is_grads_batched=True, jacobian(vectorize=True)) are not "
     "computed through a model on tiles, stages or streams: take one after the other"
 )
-running_forward: list[Any] = []  # the forward passes on tiles that run
+running_forward: list[Any] = []  # the forward passes over ranks that run; of an engine None
 forward_pass: ContextVar[Any] = ContextVar("forward_pass", default=None)  # that of a model in a user's own loop
+
+
+@contextmanager
+def within_forward(runs: bool = True) -> Iterator[None]:
+    """Within this context a model of an engine runs forward: gradients through messages of ranks are refused, but where
+    it `runs` no longer, as ranks take theirs of what it made.
+    """
+    before, running_forward[:] = [*running_forward], [*running_forward, None] if runs else []
+    try:
+        yield
+    finally:
+        running_forward[:] = before
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

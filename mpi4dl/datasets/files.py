@@ -18,7 +18,7 @@ import PIL.Image
 
 from mpi4dl._files import open_regular
 from mpi4dl._wording import counted, mebibytes
-from mpi4dl.datasets import tiff, zarrs
+from mpi4dl.datasets import tiff
 from mpi4dl.datasets.base import BadImage, FunctionImage, Image, Pixels, Values, blaming, finite, package, unit_values
 from mpi4dl.datasets.colour import TAG, WHITE, in_strips, rgb_of_pillow, upright
 from mpi4dl.datasets.reader_process import OpenSlideLevel, open_with_openslide
@@ -287,6 +287,8 @@ def open_stored_picture(path: Path, bands: Sequence[int] = ()) -> StoredPicture:
     """
     with blaming(path):
         if is_zarr(path):
+            from mpi4dl.datasets import zarrs
+
             found = zarrs.ZarrImage(path, bands)
             if found.dtype not in tiff.VALUES:
                 raise BadImage(path, f"has values of {found.dtype}: expected {', '.join(tiff.VALUES)}")

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import PIL.Image
 
 from mpi4dl._files import open_regular
-from mpi4dl.datasets import tiff, zarrs
+from mpi4dl.datasets import tiff
 from mpi4dl.datasets.base import IGNORED, BadImage, FunctionImage, Image, blaming
 from mpi4dl.datasets.files import ZARR_SUFFIXES, is_zarr, picture
 from mpi4dl.datasets.volumes import VOLUME_SUFFIXES, open_volume
@@ -52,6 +52,8 @@ def open_stored(path: Path, volumes: bool = False) -> Image:
     """A file of a mask, its header read and its pixels not. Raises BadImage."""
     with blaming(path):
         if is_zarr(path) and not volumes:
+            from mpi4dl.datasets import zarrs
+
             image = zarrs.ZarrImage(path)
             return _one_channel(path, image, len(image.bands), image.read)
         magic = b""

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpi4dl._files import open_regular
+from mpi4dl._files import read_regular
 from mpi4dl._wording import counted, some
 from mpi4dl.datasets.arrays import Synthetic, is_cifar, load_cifar, load_npz
-from mpi4dl.datasets.base import BadImage, DatasetError, task_of
+from mpi4dl.datasets.base import BadImage, DatasetError, blaming, task_of
 from mpi4dl.datasets.files import (
     DEPTHS,
     SCALES,
@@ -353,11 +353,8 @@ class MaskedFiles(PairedFiles):
                 "`ignore_index` to none if white is class 1"
             )
         if classes is None and named is not None:
-            try:
-                with open_regular(named) as file:
-                    lines = [line.strip() for line in file.read().decode("utf-8-sig").rstrip().split("\n")]
-            except (OSError, UnicodeDecodeError) as error:
-                raise DatasetError(f"{named}: cannot be read: {error}") from error
+            with blaming(named, "cannot be read"):
+                lines = [line.strip() for line in read_regular(named).decode("utf-8-sig").rstrip().split("\n")]
             wanted = "expected the name of a class in each line"
             for number, line in enumerate(lines, 1):
                 if not line or line in lines[: number - 1]:

@@ -28,7 +28,7 @@ import numpy as np
 
 from mpi4dl._files import open_regular, read_at_most
 from mpi4dl._wording import counted, quoted
-from mpi4dl.datasets.base import DatasetError
+from mpi4dl.datasets.base import DatasetError, blaming
 from mpi4dl.datasets.kinds import FileKind
 from mpi4dl.datasets.labels import FORMS, SURVIVAL
 from mpi4dl.datasets.listed import TEST, TRAINING, VALIDATION
@@ -71,11 +71,8 @@ class Line(NamedTuple):
 
 def _decoded(path: Path) -> str:
     """The text of a table. Raises DatasetError."""
-    try:
-        with open_regular(path) as file:
-            content = read_at_most(file, MOST_BYTES)
-    except OSError as error:
-        raise DatasetError(f"{path}: cannot be read: {error.strerror or error}") from error
+    with blaming(path), open_regular(path) as file:
+        content = read_at_most(file, MOST_BYTES)
     if len(content) > MOST_BYTES:
         raise DatasetError(
             f"{path}: has more than {MOST_BYTES >> 20} MiB, but a table has a short line for each sample: leave out "

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpi4dl._files import open_regular
-from mpi4dl.datasets import series, tiff, zarrs
+from mpi4dl.datasets import series, tiff
 from mpi4dl.datasets.base import BadImage, Opened, Slices, Values, blaming, finite, package, unit_values
 from mpi4dl.datasets.files import DICOM, ZARR_SUFFIXES, check_unpacked, is_dicom, is_zarr
 from mpi4dl.geometry import Interval
@@ -201,6 +201,12 @@ def _open_stack(path: Path) -> Opened:
     return Opened(shape, read_part, dtype, channel=channel)
 
 
+def _open_zarr(path: Path) -> Opened:
+    from mpi4dl.datasets import zarrs
+
+    return zarrs.open_volume(path)
+
+
 # How to open a file of each kind, or a folder of DICOM.
 VOLUME_SUFFIXES: Mapping[str, Callable[[Path], Opened]] = {
     ".npy": _open_npy,
@@ -210,5 +216,5 @@ VOLUME_SUFFIXES: Mapping[str, Callable[[Path], Opened]] = {
     ".nii": _open_nifti,
     ".nii.gz": _open_nifti,
     DICOM: series.open_series,
-    **dict.fromkeys(ZARR_SUFFIXES, zarrs.open_volume),
+    **dict.fromkeys(ZARR_SUFFIXES, _open_zarr),
 }

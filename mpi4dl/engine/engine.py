@@ -20,7 +20,7 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.comm.allreduce import pick
 from mpi4dl.engine.precision import AUTOCAST, MAX_SKIPPED, LossScaler, lower_precision
 from mpi4dl.engine.runner import BatchFeed, Given, Loss, Runner, Tiles
-from mpi4dl.parallel.inputs import Microbatch, Sizes
+from mpi4dl.parallel.inputs import Microbatch, Sizes, made_by_jit
 from mpi4dl.parallel.pipeline.decisions import Buffers, hidden_tensors
 from mpi4dl.parallel.pipeline.executor import UNLIKE_DRAWS, Executor
 from mpi4dl.parallel.plan import Plan
@@ -37,6 +37,7 @@ from mpi4dl.parallel.replicas.optimizer_traits import (
     step_unit,
 )
 from mpi4dl.parallel.replicas.update import as_one, home_for, options_of, stays
+from mpi4dl.parallel.spatial.sharding import spread_buffer
 from mpi4dl.tasks.formulas import SummedLoss
 
 NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -186,7 +187,8 @@ class Engine(Runner):
             groups.append((stages, ReplicaGroup(parameters, alike, optimizer, *how)))
         self.groups = self.executor.parameters = ReplicaGroups(groups, self.stages.runs)
         partial = plan.zero > 0 or plan.num_stages > 1 or plan.cuts_parameters
-        self._stepping = Stepping(optimizer, tuple(self.groups), comm, partial)
+        cut = [p for each in self.stages.together if len(each.across) > 1 for _, p in each.parameters]
+        self._stepping = Stepping(optimizer, tuple(self.groups), comm, partial, cut if plan.cuts_parameters else None)
         self._across = [self._parts_of(each.parameters, each.across) for each in self.stages.together]
         self._table = plan.table()
         named = [each for module in modules_of(self.stages) for each in module._parameters.items()]
@@ -212,7 +214,9 @@ class Engine(Runner):
         stages, plan = self.stages, self.plan
         named = {name.split(".", 2)[-1]: p for name, p in stages.named_parameters()}  # without stages.0.
         holders = max(each.comm.size for each in stages.together)
-        problem = problem_with(self.optimizer, named, holders, plan.num_microbatches, plan.cuts_parameters)
+        problem = next((each for module in stages.modules_of.values() if (each := made_by_jit(module))), None)
+        if problem is None:
+            problem = problem_with(self.optimizer, named, holders, plan.num_microbatches, plan.cuts_parameters)
         if problem is None:
             which = "tensor" if plan.tensor > 1 else "experts"
             parts = f"{which}({getattr(plan, which)})" if plan.cuts_parameters else None
@@ -290,7 +294,9 @@ class Engine(Runner):
     def _prepare(self, num_microbatches: int) -> str | None:
         """Make ready for a step. Returns why this rank refuses it, which all ranks learn as they run it."""
         hooks = (backward_hook_in(part.module, part.grid.size) for part in self.stages.parts.values())
-        problem = next((each for each in (self._unknown(), *hooks, self._stepping.problem()) if each is not None), None)
+        buffer = spread_buffer(modules_of(self.stages))
+        found = (self._unknown(), buffer, *hooks, self._stepping.problem())
+        problem = next((each for each in found if each is not None), None)
         if problem is not None:  # hooks may come at any time
             return problem
         for part in self.stages.parts.values():

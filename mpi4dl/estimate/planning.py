@@ -25,7 +25,7 @@ from mpi4dl.estimate.search import candidates, degrees_of, ranked, search
 from mpi4dl.estimate.summary import PlanSummary, count_work, told_of
 from mpi4dl.estimate.workload import Workload
 from mpi4dl.options.build import options_of_plan
-from mpi4dl.options.declare import ConfigError
+from mpi4dl.options.declare import ConfigError, saying
 from mpi4dl.options.models import without_rules
 from mpi4dl.options.sections.parallel import Parallel
 from mpi4dl.parallel.costs.cost_model import Profiler
@@ -44,10 +44,8 @@ def profiler_of(on: OnMachine) -> Profiler:
     found = Profiler.of_user(machine=None if on.machine is None else load_machine(on.machine))
     if on.timings is None:
         return found
-    try:
+    with saying(f"--timings {on.timings}", OSError):
         return replace(found, store=Store.load(on.timings), small=True)
-    except OSError as error:
-        raise ConfigError(f"--timings {on.timings}: {error.strerror}") from None
 
 
 def planned(work: Workload, profiler: Profiler, flags: Sequence[str], tell: Tell = quietly) -> PlanSummary:
@@ -164,11 +162,10 @@ def scaled(work: Workload, asked: Searched, on: OnMachine, profiler: Profiler, t
     size = f"{tokens} tokens" if tokens else f"{'x'.join(map(str, found.estimator.image[2:]))} px"
     title = f"{work.name}, {size}: {on.scaling} scaling"
     try:
-        draw_scaling(points, title, picture, tokens)
+        with saying(f"{picture} cannot be written", OSError):
+            draw_scaling(points, title, picture, tokens)
     except ImportError:
         return [*lines, f"the curves are not drawn: install matplotlib by {to_install('matplotlib')}"]
-    except OSError as error:
-        raise ConfigError(f"{picture} cannot be written: {error.strerror}") from None
     return [*lines, f"curves: {picture}"]
 
 
@@ -193,10 +190,8 @@ def time_layers(work: Workload, asked: Searched, path: str, profiler: Profiler, 
         if len(refused) == len(sites):
             why = refused[0] if refused else "there is no plan for so many ranks and such batches"
             raise ConfigError(f"{work.name} cannot be timed: {why}")
-    try:
+    with saying(f"--time-only {path}", OSError):
         store.save(path)
-    except OSError as error:
-        raise ConfigError(f"--time-only {path}: {error.strerror}") from None
     return [f"timings of the layers of {work.name} on small tiles: {path}"]
 
 

@@ -15,7 +15,7 @@ from mpi4dl.estimate.plan_estimate import Estimator, units_of
 from mpi4dl.geometry import even_cuts
 from mpi4dl.models.patches import patches_in
 from mpi4dl.options.build import TrainingSpec
-from mpi4dl.options.declare import ConfigError
+from mpi4dl.options.declare import ConfigError, saying
 from mpi4dl.options.sections.parallel import Parallel
 from mpi4dl.options.sources import DataSource
 from mpi4dl.parallel.costs.cost_model import Profiler
@@ -70,10 +70,8 @@ class Workload(TrainingSpec):
         if plan is None and self.patch is not None:
             raise ConfigError(f"plans are searched for models that see whole images, not `patches` {self.patch}")
         cut = plan is None or plan.num_stages > 1 or chosen.stream is not None
-        try:
+        with saying(self.name):
             units = units_of(model, batch if plan is None else plan.microbatch(batch), cut)
-        except ValueError as error:
-            raise ValueError(f"{self.name}: {error}") from error
         asked = None if chosen.stream_segments is None else segments_of(chosen.stream_segments)
         disk = Keep("disk") if chosen.stream_keep is None else None
         heap = HEAP_KEPT if chosen.keep_freed_memory else HEAP_RETURNED

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from mpi4dl._progress import ProgressOfImages
 from mpi4dl._wording import counted
+from mpi4dl.checkpoints.weights import load_weights
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.comm.packing import Piece
 from mpi4dl.datasets.base import BadImage, DatasetError, printable
@@ -41,8 +42,10 @@ from mpi4dl.options.kinds import AUTO, part_name
 from mpi4dl.options.parts import is_own
 from mpi4dl.options.presets import ENCODERS
 from mpi4dl.options.sources import unstained
+from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.results.job import FolderJob, ItemInput, settings_of
 from mpi4dl.results.names import FEATURES
+from mpi4dl.runs.description import described_weights
 from mpi4dl.runs.folder import better_weights
 from mpi4dl.runs.stopping import HangTimeout
 from mpi4dl.training.data import measure_stains, one_each, shared
@@ -125,9 +128,6 @@ def open_encoder(comm: Communicator, options: Any, model_options: ModelOptions) 
     Raises:
         Refusal: on all ranks: there is no such model, not all of its weights are there, or it does not take patches.
     """
-    from mpi4dl.checkpoints.weights import load_weights
-    from mpi4dl.parallel.pipeline.local_stages import LocalStages
-
     assembly = model_options.assemble(comm, ("model",))
     chosen, name, patch = options.encoder, model_options.name, options.encoder.patches
     own = is_own(model_options.part)
@@ -176,8 +176,6 @@ def _trained_options(weights: str, model: str) -> ModelOptions | None:
 
     Raises OSError, ValueError.
     """
-    from mpi4dl.runs.description import described_weights
-
     about = described_weights(weights, model)
     if about is None:
         return None

@@ -9,11 +9,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mpi4dl._files import open_regular
+from mpi4dl._files import read_regular
 from mpi4dl._wording import counted, some
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.arrays import is_cifar, load_cifar, load_npz
-from mpi4dl.datasets.base import BadImage, DatasetError, task_of
+from mpi4dl.datasets.base import BadImage, DatasetError, blaming, task_of
 from mpi4dl.datasets.files import DEPTHS, Channels, is_zarr, open_image
 from mpi4dl.datasets.kinds import PICTURES, SLIDES, VOLUMES, FileKind
 from mpi4dl.datasets.labels import FORMS
@@ -392,11 +392,8 @@ def _require_image(path: Path, volumes: bool) -> None:
 
 def _from_list(path: Path) -> tuple[Path, list[File]]:
     """The files that a list names, a line each, from its folder on, or from here."""
-    try:
-        with open_regular(path) as file:
-            lines = file.read().decode("utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DatasetError(f"{path}: cannot be read as a list of images: {error}") from error
+    with blaming(path, "cannot be read as a list of images"):
+        lines = read_regular(path).decode("utf-8-sig").splitlines()
     names = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     beside = any((path.parent / name).exists() for name in names)
     root = path.parent if beside else Path()

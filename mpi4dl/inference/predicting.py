@@ -96,6 +96,7 @@ class Predicting(ABC):
     folder = FOLDER  # of these files, in `out`
     by_windows = False  # whether all of an image is seen
     maps = "none"  # the kind of heat maps that are written
+    without_maps = ""  # what it is that none are for
 
     def __init__(
         self,
@@ -109,6 +110,8 @@ class Predicting(ABC):
     ) -> None:
         self.chosen, self.model, self.out, self.comm, self.speaks = chosen, model, out, model.comm, speaks
         self.noun, self.images = model.assembly.source.noun, images
+        if self.without_maps and chosen.maps not in ("none", "auto"):
+            raise Refusal(f"`maps` {chosen.maps} is not for {self.without_maps}: leave it out")
         self.apart = model.task.binary and len(model.classes) > 1
         self.coverage = Coverage(self.comm, model, images, whole=self.by_windows)
         self.job: FolderJob | None = None
@@ -328,10 +331,9 @@ class _Pictures(_Answers):
 class _SlidePictures(_Pictures):
     """Pictures that the model makes of slides, pyramids of the resolution at which it sees them."""
 
-    suffix = CLASS_MAP
+    suffix, without_maps = CLASS_MAP, "models that make images, whose pictures are their answers"
 
     def _prepare(self) -> list[str]:
-        _require_no_maps(self.chosen.maps, "models that make images, whose pictures are their answers")
         return []
 
     def _opened(self, index: int, shape: tuple[int, ...], scale: int) -> MappedFile:
@@ -572,12 +574,8 @@ class _Masks(Predicting):
 class _ClassMaps(_Masks):
     """Class maps of slides, each with a picture and polygons beside it."""
 
-    suffix = CLASS_MAP
+    suffix, without_maps = CLASS_MAP, "segmentation, whose class maps are its maps"
     size_of_masks = "class maps have the resolution of the model"
-
-    def _prepare(self) -> list[str]:
-        _require_no_maps(self.chosen.maps, "segmentation, whose class maps are its maps")
-        return super()._prepare()
 
     def _opener(self, index: int) -> Callable[[Path], MappedFile]:
         from mpi4dl.inference.class_maps import class_map
@@ -585,11 +583,6 @@ class _ClassMaps(_Masks):
         images: Any = self.images
         how = {"min_area": self.chosen.min_area, "in_bounds": self.model.trained.in_bounds}
         return lambda path: class_map(path, images.image(index), self.model.classes, **how)
-
-
-def _require_no_maps(kind: str, of: str) -> None:
-    if kind not in ("none", "auto"):
-        raise Refusal(f"`maps` {kind} is not for {of}: leave it out")
 
 
 def _problem(record: Record) -> str:

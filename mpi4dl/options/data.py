@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from mpi4dl import datasets
+from mpi4dl._torchvision import prepare_torchvision
 from mpi4dl.datasets.augment import Mixup
 from mpi4dl.datasets.labels import FORMS, files_of
 from mpi4dl.datasets.transform import FITTED, NORMALISATIONS, Fit, Pointwise
@@ -97,7 +98,6 @@ def build_augment(config: Config, channels: int, task: str) -> "tuple[NamedTrans
     """
     if not config.data.augment:
         return ()
-    from mpi4dl._torchvision import prepare_torchvision
     from mpi4dl.datasets.named import named_transform
 
     with suppress(ModuleNotFoundError):  # which a transform of torchvision will say

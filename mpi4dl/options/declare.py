@@ -48,7 +48,7 @@ def saying(what: str, *kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except caught as error:
-        raise ConfigError(f"{what}: {error}") from None
+        raise ConfigError(f"{what}: {getattr(error, 'strerror', None) or error}") from None
 
 
 @dataclass(frozen=True)
@@ -398,7 +398,8 @@ def parse_options(config_type: type[T], argv: Sequence[str], usage: str, descrip
     if file is not None:
         values = _values_from_tables(tables_of_file(file, "--config"), options, file)
     for item, given in ((options[name], given) for name, given in flags.items() if name in options):
-        with _wanted(item, f"{item.flag} is {quoted(given, LONGEST_VALUE)}"):
+        former = "".join(f" (formerly {flag})" for flag in item.former_flags)
+        with _wanted(item, f"{item.flag}{former} is {quoted(given, LONGEST_VALUE)}"):
             values[item.name] = item.kind.check(item.kind.read(given) if isinstance(given, str) else given)
     values = _with_preset(config_type, options, values)
     return _made(config_type, options, values)

@@ -21,7 +21,7 @@ from typing import Any
 
 from mpi4dl._torchvision import prepare_torchvision
 from mpi4dl.comm import Refusal
-from mpi4dl.options.declare import ConfigError, nearest
+from mpi4dl.options.declare import ConfigError, nearest, saying
 from mpi4dl.options.kinds import part_name
 
 
@@ -113,10 +113,8 @@ def call(option: str, part: Any, *args: Any, known: dict[str, Any] | None = None
         except (TypeError, ValueError):  # written in C
             return made(*args, **options)
         options = {name: value for name, value in (known or {}).items() if name in signature.parameters} | options
-        try:
+        with saying(f"`{option}` {part_name(part)} does not take these arguments", TypeError):
             signature.bind(*args, **options)
-        except TypeError as error:
-            raise ConfigError(f"`{option}` {part_name(part)} does not take these arguments: {error}") from None
         return made(*args, **options)
 
 

@@ -652,12 +652,8 @@ class SlideSource(DataSource):
         from mpi4dl.datasets.slides.slide import Resolution
 
         chosen, path, model = self.slides, Path(self.slides.named or "").expanduser(), self._config.model
-        try:
-            resolution = Resolution(chosen.mpp, chosen.magnification, chosen.level, chosen.assume_mpp)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
         options = SlideOptions(
-            resolution,
+            Resolution(chosen.mpp, chosen.magnification, chosen.level, chosen.assume_mpp),
             None if isinstance(chosen.tissue, str) else chosen.tissue,
             model.min_tissue,
             chosen.most_patches,

@@ -34,7 +34,7 @@ from mpi4dl._randomness import RandomStates
 from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.comm.exchange import functions_behind, linear, running_forward
 from mpi4dl.geometry import SPACE, GridShape, near_square
-from mpi4dl.parallel.inputs import tensors_within
+from mpi4dl.parallel.inputs import made_by_jit, tensors_within
 from mpi4dl.parallel.replicas.buckets import bits_of, is_expanded
 from mpi4dl.parallel.replicas.optimizer_traits import backward_hook_in, modules_of, set_aside
 from mpi4dl.parallel.replicas.parameter_sums import (
@@ -48,7 +48,7 @@ from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.halo import gather, gather_axes
 from mpi4dl.parallel.spatial.rules import custom_functions
 from mpi4dl.parallel.spatial.rules.hooks import FunctionOfShares, whole_gradient, whole_gradients
-from mpi4dl.parallel.spatial.sharding import from_tile, shard, spread_evenly
+from mpi4dl.parallel.spatial.sharding import from_tile, shard, spread_buffer, spread_evenly
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, guards, in_arguments, local_part, refusal
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -120,9 +120,9 @@ def parallelize(
 
 def _not_whole(model: nn.Module) -> str | None:
     """Why a rank does not have all values of `model`; None if it has."""
+    if (problem := made_by_jit(model)) is not None:
+        return problem
     for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            return f"{path or 'the model'} is made by torch.jit, whose operators pass tiles by: use torch.compile"
         sharded = any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
         for name, x in [*dict.items(module._parameters), *module._buffers.items()]:
             what = f"{name} of {path or 'the model'}"
@@ -237,7 +237,7 @@ class _Loop:
             with running.running(), whole_gradients(grid), _Border(grid, running) if records else nullcontext():
                 outputs = forward(*args, **kwargs)
             grid.halo_prefetch.flush()
-            self._refuse_spread_buffers(model)
+            self._refuse(spread_buffer(model.modules()))
             if checks:
                 self._compare_draws(drawn)
                 self._refuse_other_leaves(model, outputs)
@@ -316,15 +316,6 @@ class _Loop:
     def _refuse(self, problem: str | None) -> None:
         if problem is not None:
             raise Refusal(problem)
-
-    def _refuse_spread_buffers(self, model: nn.Module) -> None:
-        for path, module in model.named_modules():
-            for name, value in module._buffers.items():
-                if isinstance(value, SpatialTensor):
-                    raise Refusal(
-                        f"the buffer {name} of {path or 'the model'} became a tensor that is spread over tiles: keep "
-                        "what mpi4dl.parallel.spatial.gather returns, or a number for each channel"
-                    )
 
     def _refuse_inputs(self, args: Any, kwargs: Any) -> None:
         shapes = [tuple(x.shape) for x in tensors_in((args, kwargs))]
@@ -576,7 +567,7 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     """`torch.autograd.Function.apply`, which asks no tensor: it would go past kept ones, and a forward pass."""
     if function is custom_functions.SAVING_INPUTS:
         return custom_functions.apply(function, *args, **kwargs)
-    if running_forward:
+    if running_forward and running_forward[-1] is not None:
         return running_forward[-1].apply(function, args, kwargs)
     return custom_functions.apply(function, *(_now(x) if isinstance(x, Tensor) else x for x in args), **kwargs)
 

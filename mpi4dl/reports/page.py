@@ -7,6 +7,7 @@ made as trees of elements, which escape theirs.
 import base64
 import io
 import math
+import tomllib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -289,8 +290,6 @@ def table(runs: Sequence[ShownRun], values: Sequence[Mapping[str, str]]) -> list
 
 def configurations(runs: Sequence[ShownRun]) -> tuple[list[Row], list[Row]]:
     """The options that differ between runs, or from their defaults; and all others."""
-    import tomllib
-
     defaults = flattened(tomllib.loads(default_toml()))
     first: list[Row] = []
     rest: list[Row] = []

@@ -15,9 +15,11 @@ from mpi4dl._memory import keep_freed_memory, return_freed_memory
 from mpi4dl._randomness import seed_python
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets import DatasetError
+from mpi4dl.engine.precision import choose_kernels
 from mpi4dl.options import parts
 from mpi4dl.options.build import TrainingSpec, build_plan
 from mpi4dl.options.config import Config, ConfigError
+from mpi4dl.options.declare import saying
 from mpi4dl.options.models import without_rules
 from mpi4dl.options.sources import DataSource, source_of
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
@@ -102,8 +104,6 @@ def assemble(
     with comm.together((ValueError,)):
         device = comm.node.device(config.parallel.device)
     if device.type == "cuda":
-        from mpi4dl.engine.precision import choose_kernels
-
         choose_kernels(config.parallel.deterministic, config.parallel.tf32)
     if device.type == "cuda" or config.parallel.gpu_wire == "nccl":
         comm.choose_gpu_wire(config.parallel.gpu_wire)
@@ -132,10 +132,8 @@ def hold_model(spec: TrainingSpec, plan: Plan, comm: Communicator, device: torch
     from mpi4dl.parallel.streaming.patches import stream_patches
 
     assert isinstance(model, PatchModel)
-    try:
+    with saying(f"`stream_segments` {patches.segments} of `model` {spec.name}"):
         stream_patches(model.to(device), patches, spec.channels)
-    except ValueError as error:
-        raise ConfigError(f"`stream_segments` {patches.segments} of `model` {spec.name}: {error}") from error
     return LocalStages.whole(model, plan, comm, patches)
 
 

@@ -32,7 +32,7 @@ from mpi4dl.datasets.transform import Fit, as_fit
 from mpi4dl.models.registry import without_loading
 from mpi4dl.options import parts
 from mpi4dl.options.config import Config, ConfigError, shared_options
-from mpi4dl.options.declare import nearest, options_of, with_options
+from mpi4dl.options.declare import nearest, options_of, saying, with_options
 from mpi4dl.options.kinds import part_name
 from mpi4dl.options.sources import source_of
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
@@ -148,10 +148,8 @@ class Description:
         must not be loaded, or is gone, is refused once something opens it. Raises ConfigError if other code must not be
         loaded, is gone, or other than it was.
         """
-        try:
+        with saying(f"{where}: was trained by another version of mpi4dl"):
             config = with_options(Config(), self.options)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: was trained by another version of mpi4dl: {error}") from None
         if isinstance(config.model.model, str):  # its weights come from `where`, not from files that options name
             options = without_loading(config.model.model, config.model.model_options)
             config = replace(config, model=replace(config.model, model_options=options))

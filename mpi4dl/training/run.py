@@ -15,6 +15,7 @@ from mpi4dl._wording import counted
 from mpi4dl.checkpoints import Checkpoints, load, save_model
 from mpi4dl.checkpoints.json_values import put_back
 from mpi4dl.checkpoints.manifest import AVERAGE, CHECKPOINTS, MODEL
+from mpi4dl.checkpoints.weights import not_finite
 from mpi4dl.comm import Refusal
 from mpi4dl.comm.node import core_wait_seconds
 from mpi4dl.engine import Evaluation, NotFinite
@@ -177,8 +178,6 @@ class TrainingRun:
         load(self.engine, source) if self.checkpoints is None else self.checkpoints.load(self.engine, source)
         shards = [(shard.name, shard.value) for shard in self.engine.shards()]
         parameters = {name for name, _ in shards}
-        from mpi4dl.checkpoints.weights import not_finite
-
         more += not_finite(self.comm, str(source), [*shards, *self.engine.buffers().items()], parameters)
         self.epoch, self.batch, self.due = there.epoch, there.batch, there.due
         self.options |= {name: there.options[name] for name in resuming.FROM_CHECKPOINT if name in there.options}

@@ -23,6 +23,7 @@ from mpi4dl._memory import MemoryMeter, load_libraries, place_of
 from mpi4dl._progress import ProgressLine, StartClock
 from mpi4dl._wording import Tell, quietly, some
 from mpi4dl.checkpoints.manifest import STATE
+from mpi4dl.checkpoints.weights import load_weights, open_weights
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.base import printable
 from mpi4dl.datasets.loader import Loader
@@ -160,8 +161,6 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
     patience.feed()
     chosen, remarks = config.tuning, described(config.model_name, config.model.model_options)
     if chosen.weights is not None:
-        from mpi4dl.checkpoints.weights import load_weights
-
         remarks += load_weights(model, chosen.weights, model=config.model_name, strict=chosen.strict)
         remarks += of_another_head(config, comm, tuple(images.classes))
     with comm.together((ValueError, TypeError)):
@@ -192,8 +191,6 @@ def require_weights(config: Config, comm: Communicator) -> None:
     """Raise Refusal on all ranks if the weights to begin with cannot be read, before a large model is made."""
     if config.tuning.weights is None:
         return
-    from mpi4dl.checkpoints.weights import open_weights
-
     with comm.together((ValueError, OSError)):
         if comm.rank == 0:
             open_weights(config.tuning.weights, config.model_name)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -39,8 +40,6 @@ def confusion_picture(matrix: Sequence[Sequence[float]] | Tensor, classes: Seque
 
     The darker, the larger the share of a row. None of a matrix of too many classes to be read.
     """
-    from PIL import Image, ImageDraw, ImageFont
-
     rows = [[float(value) for value in row] for row in matrix]
     if not rows or len(rows) > MOST_CLASSES:
         return None
@@ -87,8 +86,6 @@ def overlaid(images_NCHW: Tensor, true_NHW: Tensor, predicted_NHW: Tensor) -> An
 
 def captioned(images_NCHW: Tensor, labels: Sequence[str], predictions: Sequence[str]) -> Any:
     """An array (H, W, 3) of bytes: a few images with values 0 to 1 side by side, each with label and prediction."""
-    from PIL import Image, ImageDraw, ImageFont
-
     font, line = ImageFont.load_default(LETTER_PX), LETTER_PX + 5
     pixels = (images_NCHW.detach().float().cpu().clamp(0, 1) * 255).round().byte()
     parts = []

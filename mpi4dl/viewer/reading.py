@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import PIL.Image
 
 from mpi4dl._files import read_regular
 from mpi4dl._numbers import parse_json
-from mpi4dl.datasets.base import BadImage, DatasetError, LastMade, Pixels, printable
+from mpi4dl.datasets.base import DatasetError, LastMade, Pixels, blaming
 from mpi4dl.datasets.files import open_stored_picture, shown
 from mpi4dl.datasets.slides.annotations import FARTHEST, read_annotations
 from mpi4dl.datasets.slides.slide import MPP_AT_1X, Level, Resolution, Slide, SlideFile, open_slide
@@ -195,8 +196,6 @@ def read_extended(view: Slide, box: Sequence[Interval]) -> Pixels:
 
 
 def encoded(pixels: Pixels, form: str) -> bytes:
-    import PIL.Image
-
     file = io.BytesIO()
     image = PIL.Image.fromarray(np.ascontiguousarray(pixels))
     if form == "jpg":
@@ -208,12 +207,8 @@ def encoded(pixels: Pixels, form: str) -> bytes:
 
 def read_map(path: Path, scale: Sequence[float] = (1, 1)) -> dict[str, Any]:
     """The map in a GeoJSON file, as `map_of` has it. Raises BadImage."""
-    try:
+    with blaming(path, "is damaged"):
         return map_of(parse_json(read_regular(path)), scale)
-    except OSError as error:
-        raise BadImage(path, f"cannot be read: {error.strerror or error}") from error
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise BadImage(path, f"is damaged: {printable(str(error))}") from error
 
 
 def map_of(content: Any, scale: Sequence[float] = (1, 1)) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from mpi4dl._torchvision import import_torchvision
-from mpi4dl.checkpoints.manifest import checkpoints_in
+from mpi4dl.checkpoints import saved
+from mpi4dl.checkpoints.manifest import checkpoints_in, remove
+from mpi4dl.checkpoints.weights import open_weights, weights_in
 from mpi4dl.export import export, main
 from mpi4dl.train import train
 from tests.checkpoints.made import flip
@@ -116,6 +119,26 @@ def test_what_has_two_names_gets_both(tmp_path: Path) -> None:
     export(tmp_path, tmp_path / "out.safetensors")
     assert all(torch.equal(value, weight) for value in load_file(tmp_path / "out.safetensors").values())
     assert set(load_file(tmp_path / "out.safetensors")) == {"first", "second"}
+
+
+def test_a_checkpoint_that_a_training_removes_meanwhile_is_no_longer_the_newest(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    older, newer = reversed(checkpoints_in(tmp_path / "run" / "checkpoints"))
+    newer.rename(tmp_path / newer.name)
+    plain = saved.verify
+
+    def removing(path: Path, ranges: Any) -> None:
+        if older.exists():
+            (tmp_path / newer.name).rename(newer)
+            remove(older)
+        plain(path, ranges)
+
+    monkeypatch.setattr(saved, "verify", removing)
+    assert weights_in(tmp_path / "run") == (newer / "model.safetensors", [])
+    with pytest.raises(ValueError, match=rf"there is no checkpoint {older}: a run removes its oldest"):
+        open_weights(str(older / "model.safetensors"))
 
 
 def test_damaged_weights_are_not_exported(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

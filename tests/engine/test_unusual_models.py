@@ -1,5 +1,6 @@
 """Models and optimizers that are put together in unusual ways train as in plain PyTorch, or are refused."""
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -74,6 +75,28 @@ def alternating() -> nn.Module:
     return model
 
 
+class Bounded(nn.BatchNorm2d):
+    """Changes its statistics behind PyTorch's update."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.running_var.data.clamp_(min=0.9)
+        return y
+
+
+class Branching(Net):
+    """Nobody looks at the result of one norm before the next one is reached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Bounded(4), Bounded(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        left, right = self.left(x), self.right(self.second(x))
+        return self.last(left.mean((2, 3)) * right.square().mean((2, 3))) + self.empty.sum()
+
+
 class Thawing(Net):
     """Its last layer is frozen until its second step."""
 
@@ -123,6 +146,11 @@ def test_a_layer_that_is_frozen_for_some_microbatches_is_trained_by_the_others(r
     """Though stages make the backward pass of one after the forward pass of the next."""
     task = Task(alternating, SIZE, batch=4, optimizer="AdamW")
     check(ranks, task, Plan(((1, 1), (1, 1)), microbatches=4, schedule=schedule))
+
+
+@pytest.mark.parametrize("plan", [Plan(((1, 2),)), Plan(((2, 1),), microbatches=2)], ids=str)
+def test_a_norm_that_others_wait_for_has_its_statistics_at_once(ranks: Ranks, plan: Plan) -> None:
+    check(ranks, Task(Branching, (9, 8), batch=4), plan)
 
 
 @on_ranks(2)
@@ -199,6 +227,12 @@ class Remembering(Net):
         return {"calls": 1}
 
 
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return nn.Sequential(torch.jit.script(net()))
+
+
 def lazy() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.LazyLinear(3))
 
@@ -223,6 +257,7 @@ REFUSED: dict[str, Refused] = {
     "the buffer alias is in the memory of first.weight": (partial(aliased, True), sgd, 1, "mean"),
     "a tensor (4, 3, 3, 3) that the model has": (partial(aliased, False), sgd, 3, "mean"),
     "_extra_state of the model is no tensor": (Remembering, sgd, 0, "mean"),
+    "0 is made by torch.jit": (scripted, sgd, 0, "mean"),
     "1.weight of the model has no shape yet": (lazy, sgd, 0, "mean"),
     "Clipping may step by all parameters together, but ZeRO": (net, clipping, 1, "mean"),
     "second.weight is trained now, but was frozen when the engine was made": (frozen_at_first, sgd, 0, "mean"),

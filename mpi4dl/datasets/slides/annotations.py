@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpi4dl._files import open_regular, read_at_most
+from mpi4dl._wording import quoted
 from mpi4dl.datasets.base import BadImage, blaming
 from mpi4dl.datasets.masks import PICTURES, Mask
 from mpi4dl.datasets.slides.slide import Slide
@@ -128,11 +129,11 @@ def _read_geojson(content: bytes) -> Iterator[Region]:
         raise _Wrong(f"is no text in UTF-8: {error.reason} at byte {error.start}") from error
     features = found.get("features", [found]) if isinstance(found, dict) else found
     if not isinstance(features, list):
-        raise _Wrong(f"has {_short(features)} where a list of features is expected")
+        raise _Wrong(f"has {quoted(features)} where a list of features is expected")
     for number, feature in enumerate(features, 1):
         where = f"feature {number}"
         if not isinstance(feature, dict):
-            raise _Wrong(f"has {_short(feature)} as {where}")
+            raise _Wrong(f"has {quoted(feature)} as {where}")
         if feature.get("type") == "Feature" or "geometry" in feature:
             geometry, name = feature.get("geometry"), _class_of(feature.get("properties"), where)
         else:
@@ -146,13 +147,13 @@ def _class_of(properties: Any, where: str) -> str:
     if properties is None:
         return ""
     if not isinstance(properties, dict):
-        raise _Wrong(f"has {_short(properties)} as properties of {where}")
+        raise _Wrong(f"has {quoted(properties)} as properties of {where}")
     found = properties.get("classification", properties.get("pathClassId"))
     if isinstance(found, dict):
         names = found.get("names")
         found = ": ".join(map(str, names)) if isinstance(names, list) else found.get("name")
     if found is not None and not isinstance(found, str):
-        raise _Wrong(f"has {_short(found)} as the class of {where}")
+        raise _Wrong(f"has {quoted(found)} as the class of {where}")
     return (found or "").strip()
 
 
@@ -167,11 +168,11 @@ def _polygons(geometry: Any, where: str, depth: int = 0) -> Iterator[tuple[Ring,
             yield from _polygons(each, where, depth + 1)
         return
     if kind not in ("Polygon", "MultiPolygon"):
-        raise _Wrong(f"has a geometry of type {_short(kind)} in {where}: a Polygon or MultiPolygon is expected")
+        raise _Wrong(f"has a geometry of type {quoted(kind)} in {where}: a Polygon or MultiPolygon is expected")
     places = geometry.get("coordinates")
     many = [places] if kind == "Polygon" else places
     if not isinstance(many, list) or not all(isinstance(each, list) for each in many):
-        raise _Wrong(f"has {_short(places)} as coordinates of {where}")
+        raise _Wrong(f"has {quoted(places)} as coordinates of {where}")
     for rings in many:
         kept = tuple(_ring(ring, where) for ring in rings)
         if kept and len(kept[0]) >= CORNERS_OF_POLYGON:
@@ -182,24 +183,19 @@ def _ring(corners: Any, where: str) -> Ring:
     if isinstance(corners, np.ndarray):
         return corners
     if not isinstance(corners, list):
-        raise _Wrong(f"has {_short(corners)} where {where} needs a list of corners")
+        raise _Wrong(f"has {quoted(corners)} where {where} needs a list of corners")
     for corner in corners:
         numbers = isinstance(corner, list) and len(corner) >= 2
         if not numbers or not all(isinstance(x, int | float) and not isinstance(x, bool) for x in corner[:2]):
-            raise _Wrong(f"has {_short(corner)} as a corner of {where}: two numbers, x and y, are expected")
+            raise _Wrong(f"has {quoted(corner)} as a corner of {where}: two numbers, x and y, are expected")
         _check_place(corner[0], corner[1], where)
     return np.array([corner[:2] for corner in corners], np.float64).reshape(-1, 2)
 
 
 def _check_place(x: float, y: float, where: str) -> None:
     if not all(abs(each) <= FARTHEST for each in (x, y)):  # also if it is not a number
-        place = f"({_short(x)}, {_short(y)})"
+        place = f"({quoted(x)}, {quoted(y)})"
         raise _Wrong(f"has the corner {place} in {where}: coordinates are pixels of level 0 of the slide")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 # XML of ASAP, as of CAMELYON: Annotation Type="Polygon" PartOfGroup="Tumor" with Coordinate Order="0" X="1" Y="2".
@@ -227,7 +223,7 @@ def _read_xml(content: bytes) -> list[Region]:
                 x, y = (float(attributes[name].replace(",", ".")) for name in "XY")
                 order = int(attributes.get("Order", len(corners)))
             except (KeyError, ValueError):
-                raise _Wrong(f"has {_short(attributes)} as a corner of {where}: X and Y are numbers") from None
+                raise _Wrong(f"has {quoted(attributes)} as a corner of {where}: X and Y are numbers") from None
             _check_place(x, y, where)
             corners.append((order, x, y))
 
@@ -247,7 +243,7 @@ def _read_xml(content: bytes) -> list[Region]:
     except expat.ExpatError as error:
         raise _Wrong(f"is no XML, it is truncated or damaged: {error}") from error
     if root != ["ASAP_Annotations"]:
-        raise _Wrong(f"is XML of {_short(root[0])}: that of ASAP, ASAP_Annotations, is expected")
+        raise _Wrong(f"is XML of {quoted(root[0])}: that of ASAP, ASAP_Annotations, is expected")
     return found
 
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from mpi4dl._files import is_stored_zip, open_regular, write_durably
 from mpi4dl.datasets.base import BadImage, DatasetError, WholeImage, blaming, package
@@ -242,8 +243,6 @@ def _dataset(path: Path, facts: Mapping[str, Any], name: str = DATASET) -> dict[
 
 def _pickled(path: Path) -> npt.NDArray[np.float32]:
     """The tensor in a file of torch.save, without running what is in it. Raises BadImage."""
-    import torch
-
     with blaming(path, "cannot be read as a tensor that torch.save wrote"):
         try:
             archive = is_stored_zip(path)

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl._files import open_regular, read_regular
-from mpi4dl.datasets.base import DatasetError
+from mpi4dl._files import Replacement, make_folder, naming, open_regular, read_regular
+from mpi4dl.datasets.base import DatasetError, blaming
 from mpi4dl.datasets.listed import files_below
 from mpi4dl.datasets.split import split_patients
-from mpi4dl.datasets.text.tokenizer import Tokenizer, Tokens, replacing
+from mpi4dl.datasets.text.tokenizer import Tokenizer, Tokens
 from mpi4dl.geometry import Interval
 
 STDLIB = "stdlib"
@@ -80,11 +80,8 @@ def _inside(root: Path, suffixes: tuple[str, ...], without: frozenset[str]) -> l
 
 def digest(document: Document) -> str:
     """A hash of the document's bytes, in hexadecimal digits. Raises DatasetError if the file cannot be read."""
-    try:
-        with open_regular(document.path) as file:
-            return hashlib.file_digest(file, hashlib.blake2b).hexdigest()  # type: ignore[arg-type]
-    except OSError as error:
-        raise _unreadable(document, error) from error
+    with blaming(document.path), open_regular(document.path) as file:
+        return hashlib.file_digest(file, hashlib.blake2b).hexdigest()  # type: ignore[arg-type]
 
 
 def pieces(document: Document) -> Iterator[str]:
@@ -97,32 +94,26 @@ def pieces(document: Document) -> Iterator[str]:
         DatasetError: the file cannot be read, or is not UTF-8.
     """
     decoder, text, done = codecs.getincrementaldecoder("utf-8")(), "", 0
-    try:
-        with open_regular(document.path) as file:
-            while True:
-                chunk = file.read(PIECE_BYTES)
-                begun = done - len(decoder.getstate()[0])  # where in the file lies what is decoded next
+    with blaming(document.path), open_regular(document.path) as file:
+        while True:
+            chunk = file.read(PIECE_BYTES)
+            begun = done - len(decoder.getstate()[0])  # where in the file lies what is decoded next
+            try:
                 text += decoder.decode(chunk, final=not chunk)
-                if not chunk:
-                    break
-                done += len(chunk)
-                end = text.rfind("\n") + 1 or len(text)
-                if text:
-                    yield text[:end]
-                text = text[end:]
-    except UnicodeDecodeError as error:
-        raise DatasetError(
-            f"{document.path}: is not UTF-8 text: byte {begun + error.start} cannot be decoded ({error.reason}); "
-            "convert the file, or leave it out"
-        ) from error
-    except OSError as error:
-        raise _unreadable(document, error) from error
+            except UnicodeDecodeError as error:
+                raise DatasetError(
+                    f"{document.path}: is not UTF-8 text: byte {begun + error.start} cannot be decoded "
+                    f"({error.reason}); convert the file, or leave it out"
+                ) from error
+            if not chunk:
+                break
+            done += len(chunk)
+            end = text.rfind("\n") + 1 or len(text)
+            if text:
+                yield text[:end]
+            text = text[end:]
     if text:
         yield text
-
-
-def _unreadable(document: Document, error: OSError) -> DatasetError:
-    return DatasetError(f"{document.path}: cannot be read: {error.strerror or error}")
 
 
 FORMAT = 1
@@ -190,7 +181,8 @@ def encode_corpus(documents: Sequence[Document], tokenizer: Tokenizer, folder: P
     Reads the whole corpus to see that it is the same. Let one rank do so, and others open its file when it is there.
 
     Raises:
-        DatasetError: a document cannot be read, is not UTF-8 or changes meanwhile, or `folder` cannot be written.
+        DatasetError: a document cannot be read, is not UTF-8 or changes meanwhile.
+        OSError: `folder` cannot be written.
     """
     digests = [digest(document) for document in documents]
     of_each = [(document.name, found) for document, found in zip(documents, digests, strict=True)]
@@ -202,7 +194,9 @@ def encode_corpus(documents: Sequence[Document], tokenizer: Tokenizer, folder: P
             return known
     dtype = np.dtype("<u2" if tokenizer.vocabulary <= 1 << 16 else "<u4")
     encoded, written = [], hashlib.blake2b()
-    with replacing(header.with_suffix(".npy")) as file:
+    make_folder(folder)
+    array = header.with_suffix(".npy")
+    with naming(array), Replacement(array, shared=True) as temporary, temporary.open("x+b") as file:
         _write_array_header(file, dtype, 0)
         begin = file.tell()
         for document, expected in zip(documents, digests, strict=True):
@@ -231,8 +225,8 @@ def encode_corpus(documents: Sequence[Document], tokenizer: Tokenizer, folder: P
         "digest": written.hexdigest(),
         "documents": encoded,
     }
-    with replacing(header) as file:
-        file.write(json.dumps(said).encode())
+    with naming(header), Replacement(header, shared=True) as temporary:
+        temporary.write_text(json.dumps(said))
     return TokenFile(header)
 
 

@@ -47,6 +47,7 @@ class Data:
         NAME,
         brief="a folder, an .npz file, or synthetic",
         known_as=same_as("data-dir data-path datapath data-root dataset-dir train-dir dataset-path image-dir root")
+        | same_as("data-root-dir csv labels labels-csv label-csv label-file labels-file")
         | instead("use {option} with a folder, or {option} synthetic", "app"),
     )
     dataset: Any = option(
@@ -82,7 +83,8 @@ class Data:
         0.1,
         "share of the images for validation",
         PROPER_FRACTION,
-        known_as=same_as("val-split validation-split test-size"),
+        known_as=same_as("val-split validation-split test-size val-ratio")
+        | instead("use {option} 0.2, folders train and val, or a column split of the table", "val valid val-dir split"),
     )
     channels: Any = option(
         "auto",

@@ -17,7 +17,9 @@ class Run:
         optional(NAME),
         per_rank=True,
         brief="folder of the run",
-        known_as=same_as("output-dir output out-dir save-dir log-dir logdir default-root-dir work-dir exp-dir"),
+        known_as=same_as(
+            "output-dir output out out-dir results-dir save-dir log-dir logdir default-root-dir work-dir exp-dir"
+        ),
     )
     save_every: str | int = neutral(
         "epoch",
@@ -39,7 +41,10 @@ class Run:
         brief="auto, or the run or checkpoint to resume",
         known_as=same_as("resume-from resume-from-checkpoint ckpt-path")
         | instead("use {option} auto", "auto-resume")
-        | instead("use {option} {value} to resume a run, or --weights {value} to begin with its weights", "checkpoint"),
+        | instead(
+            "use {option} {value} to resume a run, or --weights {value} to begin with its weights",
+            "checkpoint ckpt load-from",
+        ),
     )
     callbacks: tuple[Any, ...] = option(
         (),

@@ -46,7 +46,9 @@ class Training:
         1,
         "number of batches of one step",
         COUNT,
-        known_as=same_as("grad-accum-steps gradient-accumulation-steps accumulate-grad-batches accum-iter update-freq"),
+        known_as=same_as(
+            "grad-accum grad-accum-steps gradient-accumulation-steps accumulate-grad-batches accum-iter update-freq"
+        ),
     )
     max_steps: int | None = option(
         None,

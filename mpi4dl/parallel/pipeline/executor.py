@@ -5,7 +5,7 @@ forward   values from the stage before -> stage -> values to the stage behind; o
 backward  gradients from the stage behind -> autograd -> gradients to the stage before
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,24 +13,35 @@ from itertools import accumulate, pairwise
 from math import prod
 from time import perf_counter
 from typing import Any, Protocol
+from unittest.mock import patch
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils import _pytree as pytree
 
 from mpi4dl._randomness import PythonStates, RandomStates, forked, seed_host
 from mpi4dl.comm import Communicator, Pending, Refusal
+from mpi4dl.comm.exchange import within_forward
 from mpi4dl.comm.pending import as_event
 from mpi4dl.parallel.inputs import Microbatch
-from mpi4dl.parallel.pipeline.decisions import Buffers, ForwardState, Watch, hidden_tensors, is_data, watches_of
+from mpi4dl.parallel.pipeline.decisions import (
+    Buffers,
+    ForwardState,
+    Watch,
+    hidden_tensors,
+    is_data,
+    is_foreign,
+    watches_of,
+)
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, Part
 from mpi4dl.parallel.pipeline.split_backward import WeightGradients
 from mpi4dl.parallel.pipeline.stage_communication import Received, StageBoundary, StageMessage
 from mpi4dl.parallel.replicas.groups import ReplicaGroups
 from mpi4dl.parallel.spatial import whole_gradients
-from mpi4dl.parallel.spatial.tensor import SpatialTensor
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, local_part
 from mpi4dl.parallel.tables.schedules import Action, Table, undivided
 from mpi4dl.parallel.tables.simulator import TimeSpan
 
@@ -80,12 +91,14 @@ class RunningStatistics:
     def collect(self, direction: int, number: int) -> Iterator[None]:
         """Keep what this microbatch adds to the statistics, and leave them as they are."""
         state, momenta = ForwardState(self.module, self._watches), [m.momentum for m in self.norms]
-        given, row = list[dict[str, Any]](), list[dict[str, Any]]()
-        with Buffers(nn.ModuleList(self.norms)).copied():
+        given, row, tried = list[dict[str, Any]](), list[dict[str, Any]](), dict[nn.Module, Any]()
+        with Buffers(nn.ModuleList(self.norms)).copied(), ExitStack() as stack:
             for m in self.norms:
                 m.momentum = 1.0  # so that the statistics become those of this microbatch
                 m._buffers["num_batches_tracked"] = torch.zeros((), dtype=torch.long, device=m.running_mean.device)
                 given.append(dict(m._buffers))
+                if is_foreign(m) and not self._streams:
+                    stack.enter_context(patch.object(m, "forward", partial(_tried, m, m.forward, tried)))
             try:
                 yield
             finally:
@@ -95,16 +108,20 @@ class RunningStatistics:
                     if not _counts(m):  # each use writes once
                         mean = row[-1]["running_mean"]
                         row[-1]["num_batches_tracked"] = torch.full_like(mean[:1], mean._version)
-        self.problem = next(self._problems(state, given, row), self.problem)
+        self.problem = next(self._problems(state, given, row, tried), self.problem)
         self._found[direction, number] = row
 
-    def _problems(self, state: ForwardState, given: list[dict[str, Any]], row: list[dict[str, Any]]) -> Iterator[str]:
+    def _problems(
+        self, state: ForwardState, given: list[dict[str, Any]], row: list[dict[str, Any]], tried: dict[nn.Module, Any]
+    ) -> Iterator[str]:
         for m, before, found in zip(self.norms, given, row, strict=True):
             times = int(found["num_batches_tracked"])
             replaced = any(found[name] is not before[name] for name in STATISTICS)
             written = max(found[name]._version for name in STATISTICS)  # PyTorch does not count its batch norm's writes
-            by_itself = not self._streams and (replaced or (_counts(m) and written > 0))
-            if times > 1 or by_itself or (times == 0 and not _same(found["running_mean"], m.running_mean)):
+            by_itself = not self._streams and (
+                replaced or (_counts(m) and written > 0) or not _is_usual(found, tried.get(m, ()))
+            )
+            if times > 1 or by_itself or (times == 0 and any(not _same(found[n], m._buffers[n]) for n in STATISTICS)):
                 how = f"is used {times} times on one image" if times > 1 else "writes to its statistics by itself"
                 yield (
                     f"a {type(m).__name__} {how}: the copies of a model that runs "
@@ -161,6 +178,34 @@ class RunningStatistics:
             for factor, (running, now) in alike.items():
                 torch._foreach_mul_(running, 1 - factor)
                 torch._foreach_add_(running, now, alpha=factor)
+
+
+def _tried(norm: Any, forward: Callable[..., Any], tried: dict[nn.Module, Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `forward` of a norm of the user's, after a call with statistics and a momentum by which its formula shows.
+
+    Both are in `tried` then: the statistics that it was called with, and what it made of them.
+    """
+    random, found = RandomStates.of_process(), dict(norm._buffers)
+    given = {name: found[name] + 1 + found[name].abs() for name in STATISTICS}
+    norm._buffers |= {name: value.clone() for name, value in (found | given).items()}
+    norm.momentum /= 2
+    with torch.no_grad():
+        copies = pytree.tree_map_only(Tensor, Tensor.clone, (args, kwargs))
+        pytree.tree_map_only(Tensor, local_part, forward(*copies[0], **copies[1]))  # looked at, as norms expect
+    tried[norm] = [(given[name], norm._buffers[name]) for name in STATISTICS]
+    norm.momentum *= 2
+    norm._buffers |= found
+    random.put()
+    return forward(*args, **kwargs)
+
+
+def _is_usual(found: Mapping[str, Tensor], tried: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Whether a norm that made `found` of its statistics with momentum 1 made their means of others with half of it."""
+    for name, (given, made) in zip(STATISTICS, tried, strict=False):
+        own = found[name]
+        if bool(((given + own) / 2 - made).abs().gt(0.01 * (given.abs() + own.abs())).any()):
+            return False
+    return True
 
 
 def _counts(norm: nn.Module) -> bool:
@@ -479,8 +524,8 @@ class _Run:
         if executor.draws_by_stream:  # ranks that share a stage draw alike, whatever each does in between
             executor.begin_stream((*action[1:], microbatch.replica) if executor.plan.local_batches else action[1:])
         deferred = live.weights.deferred() if action.stage in self.defers else nullcontext()
-        hooks = whole_gradients(part.grid) if part.grid.size > 1 else nullcontext()
-        with self.timed(action), hooks:
+        over_ranks = (whole_gradients(part.grid), within_forward()) if part.grid.size > 1 else (nullcontext(),) * 2
+        with self.timed(action), over_ranks[0], over_ranks[1]:
             renewing = executor.renewing(action) if self.training and executor.plan.num_stages > 1 else nullcontext()
             collecting: AbstractContextManager[None] = nullcontext()
             if statistics is not None:

@@ -189,6 +189,10 @@ def disagreement(comm: Communicator, values: Mapping[str, Tensor]) -> str | None
 
 WHERE = "with ZeRO, several stages, low_precision_weights or offload"
 INSTEAD = "pass gradient_hook to the engine, which sees each of them whole"
+CHANGED = (
+    "a step post-hook changes weights of which ranks have parts: change them in the model's forward, where its modules "
+    "see whole ones, or train without `tensor` and `experts`"
+)
 GRADIENT = (Tensor.grad.__get__, Tensor.grad.__set__)  # type: ignore[union-attr]
 
 
@@ -197,12 +201,18 @@ class Stepping:
 
     Its step hooks run once a step: before it, when all gradients are there, and after it, when all parameters are new
     on all ranks, also those that ZeRO 3 gathers. `partial`: this rank has some of the gradients, or parts of them.
+    `cut`: the parameters of which it has parts; None, if no rank has.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, groups: Sequence[ReplicaGroup], comm: Communicator, partial: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        groups: Sequence[ReplicaGroup],
+        comm: Communicator,
+        partial: bool,
+        cut: Sequence[Tensor] | None = None,
     ) -> None:
-        self.optimizer, self.groups, self.comm, self.partial = optimizer, groups, comm, partial
+        self.optimizer, self.groups, self.comm, self.partial, self.cut = optimizer, groups, comm, partial, cut
         self.at_once = all(group.in_place for group in groups)
 
     @property
@@ -256,7 +266,11 @@ class Stepping:
             for group in self.groups:
                 stack.enter_context(group.there_when_needed())
             stack.enter_context(_Elsewhere(self.groups, self.optimizer))
+            watched = self.cut if len(hooks) else None
+            before = _numbers(watched or ())
             hooks.after()
+            if watched is not None:
+                self.comm.agree(CHANGED if before != _numbers(watched) else None)
 
     def _average(self) -> None:
         for group in self.groups:
@@ -264,9 +278,13 @@ class Stepping:
                 group.average.update()
 
     def _gradients(self) -> list[tuple[int, float, float]]:
-        """Which gradients there are, and numbers by which changed ones can be told."""
-        found = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        return [(id(g), float(g.double().sum()), float(g.norm())) for g in found]
+        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
+        return _numbers(p.grad for p in parameters if p.grad is not None)
+
+
+def _numbers(tensors: Iterable[Tensor]) -> list[tuple[int, float, float]]:
+    """Which tensors there are, and numbers by which changed ones can be told."""
+    return [(id(x), float(x.detach().double().sum()), float(x.detach().norm())) for x in tensors]
 
 
 class _Elsewhere(TorchFunctionMode):

@@ -131,6 +131,8 @@ def problem_with_unit(optimizer: optim.Optimizer, unit: StepUnit, turns: bool, p
             "ZeRO, low_precision_weights and offload step on one bucket after the other: train without these"
             if turns
             else "ranks have stages of their own: use one stage"
+            if parts is None
+            else f"under {parts} ranks have parts of parameters: train without it"
         )
         return (
             f"{kind} may step by all parameters together, but {where}, or declare `step_unit` of the class, "

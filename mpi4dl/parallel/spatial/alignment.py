@@ -83,6 +83,9 @@ def align(operands: Sequence[Tensor], function: str, keep_first: bool = False) -
         return align(anew, function, keep_first)
     layout = axes.layout(lead.layout, range(ndim))
     if keep_first and lead is operands[0] and layout != lead.layout:
+        more = [axis for axis, dim in enumerate(lead.layout.dims) if dim is None and layout.dims[axis] is not None]
+        if more:  # such as features that the others have in parts
+            return align([lead, *(gather_axes(x, more) for x in operands[1:])], function, True)
         if layout.dims != lead.layout.dims or not cut_alike(layout.tiling, lead.layout.tiling):
             raise refusal(function, "its first operand is written in place, but the others hold other pixels")
         lead.hold_less(layout.tiling)

@@ -1,10 +1,10 @@
 """How a tensor comes to be spread over a grid."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mpi4dl.comm.exchange import narrow
 from mpi4dl.comm.streams import carried
@@ -152,3 +152,15 @@ def _spread(tile: Tensor, grid: Grid, tiling: Tiling, has_samples: bool = False)
     dims = image_dims(grid, tile.dim(), has_samples)
     grid.halo_prefetch.enter()
     return SpatialTensor(tile, Layout(grid, _tiling(dims, tiling), dims))
+
+
+def spread_buffer(modules: Iterable[nn.Module]) -> str | None:
+    """Why a model cannot go on: a buffer that its forward assigned is spread over ranks; None if there is none."""
+    for module in modules:
+        for name, value in module._buffers.items():
+            if isinstance(value, SpatialTensor):
+                return (
+                    f"the buffer {name} of {type(module).__name__} became a tensor that is spread over ranks: write to "
+                    "it in place, keep what mpi4dl.parallel.spatial.gather returns, or a number for each channel"
+                )
+    return None

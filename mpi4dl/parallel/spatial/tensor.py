@@ -265,7 +265,7 @@ class SpatialTensor(Tensor):
     with `shard` or `from_tile`, and the whole of one with `gather`. Its views share its `memory`. `retained` is the
     gradient of the whole, spread in the same way, once backward has found it after `retain_grad`. `halo_sources` are
     the norms that it was made of and that may be asked to hold more. `gathered` is what `sums` gathered of it.
-    `made_by` is the call that made a view, see `of_whole`.
+    `made_by` is the call that made a view, see `of_whole`. `parameter` is the part of a parameter that it shows whole.
     """
 
     # Asked for several times in every rule: they do not go through the table of rules, and never change.
@@ -278,6 +278,7 @@ class SpatialTensor(Tensor):
     made_in: Any = None  # the forward pass of a model in a user's own loop, see `own_loop`
     output: Tensor | None = None  # what it is outside of the model, if somebody keeps it
     gathered: Any = None
+    parameter: nn.Parameter | None = None
     halo_sources: tuple[HaloSource, ...] = ()
     made_by: tuple[Any, ...] | None = None
     _of_whole: Tensor | None = None

@@ -26,7 +26,7 @@ from mpi4dl.parallel.inputs import copied
 from mpi4dl.parallel.replicas.groups import Elements
 from mpi4dl.parallel.spatial.grid import Factor, Flat, Grid, Layout, PartPlace
 from mpi4dl.parallel.spatial.rules.hooks import whole_gradients
-from mpi4dl.parallel.spatial.tensor import wrap
+from mpi4dl.parallel.spatial.tensor import SpatialTensor
 from mpi4dl.parallel.tensor.styles import Cut, Cuts, Cutting, Degrees, names_by_first
 
 
@@ -149,19 +149,25 @@ class CutParameters(dict[str, "nn.Parameter | None"]):
     def __init__(self, values: Any, layouts: "dict[str, Layout | None]", known: Known) -> None:
         super().__init__(values)
         self.layouts, self._known = layouts, known
+        self._replaced = set[str]()  # those of which a model has put whole ones here, as functional_call
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CutParameters":
         return CutParameters(copy.deepcopy({**self}, memo), {**self.layouts}, Known())
 
     def __getitem__(self, name: str) -> Any:
         part, layout = dict.__getitem__(self, name), self.layouts.get(name)
-        if part is None or layout is None:
+        if part is None or layout is None or name in self._replaced:
             return part
         key = id(part), part.requires_grad and torch.is_grad_enabled()
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = seen_whole(part, layout)
         return known
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        known = getattr(value, "parameter", None)
+        (self._replaced.add if known is None and _runs() else self._replaced.discard)(name)
+        super().__setitem__(name, value if known is None else known)
 
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if _runs() and name in self else dict.get(self, name, default)
@@ -184,8 +190,9 @@ def _runs() -> bool:
     return whole_gradients.is_entered() or torch._C._current_graph_task_id() >= 0
 
 
-def seen_whole(part: Tensor, layout: Layout) -> Tensor:
+def seen_whole(part: nn.Parameter, layout: Layout) -> SpatialTensor:
     """A rank's part of a parameter as one of the whole."""
-    whole = wrap(part.view_as(part), layout)  # a function of it, so that who keeps it elsewhere brings it
+    whole = SpatialTensor(part.view_as(part), layout)  # a function of it, so that who keeps it elsewhere brings it
+    whole.parameter = part
     whole._is_param = True  # an nn.Parameter, as `get_parameter` asks
     return whole

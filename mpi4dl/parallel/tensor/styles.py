@@ -82,7 +82,8 @@ class Cutting:
         return tuple(axis for axis in Degrees._fields if axis in found)
 
 
-# By patterns of paths of modules and parameters, in which * is a part between dots; with ? there may be none.
+# By patterns of paths of modules and parameters, in which * is a part between dots; with ? there may be none, and
+# modules without a matrix called weight are passed by.
 Styles = Mapping[str, str]
 
 BERT: Styles = MappingProxyType(
@@ -145,9 +146,8 @@ HF_VIT: Styles = MappingProxyType(
         "vit.layers.*.mlp.fc2": "row",
     }
 )
-RESNET: Styles = MappingProxyType(
-    {"conv1": "column", "layer*.*.conv*": "column", "layer*.*.downsample.0?": "column", "fc": "row"}
-)
+CONVOLUTIONS = ("conv1?", "conv1.*?", "layer*.*.conv*?", "layer*.*.convs.*?", "layer*.*.downsample.*?")
+RESNET: Styles = MappingProxyType({**dict.fromkeys(CONVOLUTIONS, "column"), "layer*.*": "whole", "fc": "row"})
 TABLES: Mapping[str, Styles] = MappingProxyType(
     {
         "GPT": {**OWN, "embedding.tokens": "vocabulary", "lm_head": "vocabulary"},
@@ -270,8 +270,8 @@ def _embeddings(model: nn.Module, which: str) -> nn.Module | None:
 def _fitting(path: str, modules: Mapping[str, nn.Module], style: str, num_ranks: int) -> str | None:
     """The style by which a layer is cut, between heads if it is an attention's; None if it stays whole."""
     module = modules[path]
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, nn.Parameter) or weight.dim() != 2 or not _plainly_linear(module):
+    weight = _matrix_of(module)
+    if weight is None or weight.dim() != 2 or not _plainly_linear(module):
         return None
     if style in ("column", "row") and _in_attention(path, modules):
         fused = path.rpartition(".")[2] in FUSED
@@ -405,7 +405,8 @@ def _cuts_of(model: nn.Module, styles: Styles, num_ranks: int) -> dict[str, Cut]
                 f"no module or parameter of {type(model).__name__} has a name like {pattern}, which is to be {style}"
             )
         for path in paths:
-            found |= dict(_cuts(path, modules, style, num_ranks))
+            if _matrix_of(modules[path]) is not None or not pattern.endswith("?"):
+                found |= dict(_cuts(path, modules, style, num_ranks))
         for path in single if style not in ("whole", "experts") else ():
             shape = parameters[path].shape
             last = style in ("row", "heads-row", "heads-last")
@@ -414,13 +415,18 @@ def _cuts_of(model: nn.Module, styles: Styles, num_ranks: int) -> dict[str, Cut]
     return found
 
 
+def _matrix_of(module: nn.Module) -> nn.Parameter | None:
+    weight = getattr(module, "weight", None)
+    return weight if isinstance(weight, nn.Parameter) and weight.dim() > 1 else None
+
+
 def _cuts(path: str, modules: Mapping[str, nn.Module], style: str, num_ranks: int) -> Iterator[tuple[str, Cut]]:
     """Those of the parameters of one module."""
     module = modules[path]
-    weight = getattr(module, "weight", None)
+    weight = _matrix_of(module)
     if style in ("whole", "experts"):
         return
-    if not isinstance(weight, nn.Parameter) or weight.dim() < 2:
+    if weight is None:
         raise ValueError(f"{path} is to be {style}, but {type(module).__name__} has no matrix called weight")
     if isinstance(module, _ConvNd):
         yield from _channel_cuts(path, module, style, num_ranks)

@@ -17,6 +17,14 @@ PLAN = Plan(((1, 1), (1, 1)), microbatches=2, bidirectional=2)
 CHANNELS = 3
 
 
+class Own(nn.BatchNorm2d):
+    """Another way to say PyTorch's formula."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_batches_tracked += 1
+        return nn.functional.batch_norm(x, self.running_mean, self.running_var, training=True, momentum=self.momentum)
+
+
 class Norms(nn.Module):
     """Norms of all kinds; `sometimes` is used on every other microbatch."""
 
@@ -28,6 +36,7 @@ class Norms(nn.Module):
         self.frozen = nn.BatchNorm2d(CHANNELS)
         self.sometimes = nn.BatchNorm2d(CHANNELS, momentum=0.3)
         self.instance = nn.InstanceNorm2d(CHANNELS, momentum=0.2, track_running_stats=True)
+        self.own = Own(CHANNELS)
         self.uncounted = nn.Sequential(nn.BatchNorm2d(CHANNELS, momentum=0.4), nn.BatchNorm2d(CHANNELS, momentum=None))
         for norm in self.uncounted:
             norm.num_batches_tracked = None
@@ -35,7 +44,7 @@ class Norms(nn.Module):
 
     def forward(self, x: Tensor, number: int) -> Tensor:
         x = self.frozen(self.without(self.average(self.usual(x)) * self.constant))
-        return self.instance(self.uncounted(self.sometimes(x))) if number % 2 else x
+        return self.instance(self.uncounted(self.sometimes(self.own(x)))) if number % 2 else x
 
 
 def norms() -> Norms:
@@ -133,6 +142,21 @@ class Replacing(nn.BatchNorm2d):
         return x
 
 
+class Unseen(nn.BatchNorm2d):
+    """Updates its statistics by a factor of its own, where PyTorch does not count it."""
+
+    def __init__(self, uses_pytorchs: bool) -> None:
+        super().__init__(CHANNELS)
+        self.uses_pytorchs = uses_pytorchs
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_batches_tracked += 1
+        if self.uses_pytorchs:
+            return nn.functional.batch_norm(x, self.running_mean, self.running_var, training=True, momentum=0.01)
+        self.running_mean.data.lerp_(x.detach().mean((0, 2, 3)), 0.01)
+        return nn.functional.batch_norm(x, None, None, training=True)
+
+
 class Averaging(nn.Module):
     """The same in a buffer of its own."""
 
@@ -213,6 +237,14 @@ def twice(kind: Callable[..., nn.Module] = nn.BatchNorm2d) -> nn.Module:
             partial(Replacing, CHANNELS),
             "a Replacing writes to its statistics by itself: the copies of a model that runs in both directions "
             "cannot follow its running statistics; leave out `bidirectional`",
+        ),
+        *(
+            (
+                partial(Unseen, uses_pytorchs),
+                "a Unseen writes to its statistics by itself: the copies of a model that runs in both directions "
+                "cannot follow its running statistics; leave out `bidirectional`",
+            )
+            for uses_pytorchs in (False, True)
         ),
         (
             Averaging,

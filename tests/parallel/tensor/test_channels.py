@@ -89,6 +89,25 @@ def test_every_kind_of_layer(ranks: Ranks, cols: int, features: int) -> None:
     ranks(cols * features).run(compare, cols, features)
 
 
+class Added(nn.Module):
+    """Adds in place to channels of which every rank has all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        y = self.second(x)
+        y += x
+        return self.head(y.square().mean((2, 3)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("plan", [Plan(tensor=2), Plan(((1, 2),), tensor=2)], ids=str)
+def test_channels_of_a_rank_are_added_in_place_to_all(ranks: Ranks, plan: Plan) -> None:
+    check(ranks, Task(Added, (8, 6), styles=(("first", "column"), ("second", "row"))), plan)
+
+
 REFUSED = {
     "channels": ({"squeeze": "column"}, 6, "squeeze has 5 channels, which 6 ranks cannot share"),
     "groups": ({"groups": "column"}, 8, "groups has 6 groups, which 8 ranks cannot share"),

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from mpi4dl import models
+from mpi4dl._torchvision import import_torchvision
 from mpi4dl.parallel.tensor.styles import Cut, Degrees, cutting_of, planned_styles, styles_of
 
 HIDDEN, HEADS = 12, 6
@@ -134,6 +136,18 @@ def test_another_class_of_a_known_name_is_cut_by_names_of_layers() -> None:
     expected = {"layers.0.attention.qkv": "fused-heads", "layers.0.attention.proj": "heads-row"}
     assert styles_of(VisionTransformer(block)) == {**expected, **OF_FEED_FORWARD, **VOCABULARY}
     assert not cutting_of(VisionTransformer(block), None, Degrees())
+
+
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [("resnet14t", {"conv1.0", "conv1.6", "layer2.0.downsample.1"}), ("skresnet18", {"layer2.0.downsample.0"})],
+)
+def test_convolutions_of_the_variants_of_a_resnet_are_cut(name: str, cut: set[str]) -> None:
+    """With a deep stem, pooling beside a stride, and blocks of modules."""
+    import_torchvision()
+    pytest.importorskip("timm")
+    found = cutting_of(models.build(f"timm/{name}", 3), None, Degrees(2)).parameters
+    assert {f"{path}.weight" for path in (*cut, "fc")} <= found.keys()
 
 
 def test_models_of_nobody_have_no_styles() -> None:

@@ -1,5 +1,6 @@
 """The engine with parameters cut over ranks, alone and with all else, against plain PyTorch after some steps."""
 
+import copy
 import gc
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
+from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -197,6 +199,102 @@ def test_parameters_that_a_model_or_a_loss_reads_are_whole(ranks: Ranks, read: s
     check(ranks, task, plan)
 
 
+class Student(nn.Module):
+    """What `use` does with weights in the forward pass; `teacher` follows those of `up`."""
+
+    def __init__(self, use: "Callable[[Student, Tensor], Any]") -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, NUM_CLASSES)
+        self.teacher = copy.deepcopy(self.up).requires_grad_(False)
+        self.register_buffer("average", self.up.weight.detach().clone())
+        self.use = use
+
+    def student(self, x: Tensor) -> Tensor:
+        return self.head(x + self.down((self.up(x) * self.teacher(x)).tanh()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        used = self.use(self, x.flatten(1))
+        y = self.student(x.flatten(1))
+        return y if used is None else y * used
+
+
+def follow(model: Student, x: Tensor) -> None:
+    """As in MoCo (He et al. 2020)."""
+    for old, new in zip(model.teacher.parameters(), model.up.parameters(), strict=True):
+        old.data = old.data * 0.9 + new.data * 0.1
+
+
+def assign(model: Student, x: Tensor) -> None:
+    model.down.weight.data = model.down.weight.data / model.down.weight.data.norm()
+
+
+def to_device(model: Student, x: Tensor) -> None:
+    model.up.to(x.device, x.dtype)
+    model.down.weight.requires_grad = True
+
+
+def call(model: Student, x: Tensor) -> Tensor:
+    half = nn.Parameter(model.up.weight.detach() / 2), model.up.weight / 2
+    return sum(torch.func.functional_call(model.up, {"weight": each}, (x,)).square().sum() for each in half)
+
+
+def sizes(model: Student, x: Tensor) -> Tensor:
+    return 1 + sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("followed", [False, True])
+@pytest.mark.parametrize("use", [follow, assign, to_device, call, sizes])
+def test_what_a_model_does_with_weights_that_ranks_share(
+    ranks: Ranks, use: Callable[[Student, Tensor], Any], followed: bool
+) -> None:
+    styles = (("up", "column"), ("down", "row"), *[("teacher", "column")] * followed)
+    check(ranks, Task(partial(Student, use), (2, 1), styles=styles), replace(ONE_TILE, tensor=2))
+
+
+def hook(model: Student, x: Tensor) -> None:
+    model.up.weight.register_hook(lambda gradient: gradient / gradient.norm())
+
+
+def differentiate(model: Student, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(model.student(x).sum(), x)[0].norm()
+
+
+def keep(model: Student, x: Tensor) -> None:
+    model.average = model.average * 0.9 + model.up.weight.detach() * 0.1
+
+
+REFUSED = {
+    hook: "pass gradient_hook to the engine",
+    differentiate: "within its own forward",
+    keep: "the buffer average",
+}
+
+
+@pytest.mark.parametrize("use", REFUSED)
+@on_ranks(2)
+def test_what_a_model_cannot_do_with_weights_that_ranks_share(comm: Communicator, use: Any) -> None:
+    task = Task(partial(Student, use), (2, 1), styles=(("up", "column"), ("down", "row")))
+    engine = engine_of(comm, task, replace(ONE_TILE, tensor=2))
+    if use is keep:  # a buffer shows after the step
+        step(engine, task, 0)
+    with pytest.raises(Refusal, match=REFUSED[use]):
+        step(engine, task, 1)
+
+
+class Aside(Student):
+    """Has a weight in a function, too."""
+
+    def __init__(self) -> None:
+        super().__init__(call)
+        self.project = partial(F.linear, weight=self.up.weight)
+
+
+def test_a_weight_that_ranks_share_is_nowhere_else_in_the_model(ranks: Ranks) -> None:
+    with pytest.raises(AssertionError, match=r"parts of up\.weight, but the model has it also in an attribute"):
+        check(ranks, Task(Aside, (2, 1), styles=(("up", "column"),)), replace(ONE_TILE, tensor=2))
+
+
 class Normed(Classifier):
     def __init__(self, dim: int | None) -> None:
         super().__init__()
@@ -276,10 +374,26 @@ def test_our_models(ranks: Ranks, name: str, sequence: bool) -> None:
 def test_what_parts_cannot_be_trained_with(comm: Communicator) -> None:
     with pytest.raises(Refusal, match="Adafactor works on whole ones"):
         engine_of(comm, replace(LANGUAGE, optimizer="Adafactor"), PLANS["tensor 2"])
+    unknown = replace(LANGUAGE, optimizer=lambda model: type("Own", (AdamW,), {"own": 1})(model.parameters()))
+    with pytest.raises(Refusal, match=r"under tensor\(2\) ranks have parts of parameters: train without"):
+        engine_of(comm, unknown, PLANS["tensor 2"])
     with pytest.raises(ValueError, match="mirrored copy of GEMS has whole parameters"):
         Plan(((1,), (1,)), tensor=2, bidirectional=1)
     with pytest.raises(ValueError, match="`sequence` shares tokens among the ranks of `tensor`"):
         replace(ONE, sequence=True)
+
+
+@on_ranks(2)
+def test_a_step_hook_reads_weights_that_ranks_share_and_changes_none(comm: Communicator) -> None:
+    """Each rank would divide its part by the norm of that."""
+    engine, average = engine_of(comm, LANGUAGE, PLANS["tensor 2"]), list[Tensor]()
+    parameters = list(engine.stages.parameters())
+    engine.optimizer.register_step_post_hook(lambda *_: average.extend(p.detach() / 2 for p in parameters))
+    step(engine, LANGUAGE, 0)
+    assert len(average) == len(parameters)
+    engine.optimizer.register_step_post_hook(lambda *_: [p.data.div_(p.data.norm()) for p in parameters] and None)
+    with pytest.raises(Refusal, match="a step post-hook changes weights of which ranks have parts"):
+        step(engine, LANGUAGE, 1)
 
 
 @on_ranks(2)

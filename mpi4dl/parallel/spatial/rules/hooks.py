@@ -27,7 +27,7 @@ from mpi4dl.parallel.spatial.halo import gather_axes, retile
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
 
 Hook = Callable[[Tensor], Tensor | None]
-_register_hook, _retain_grad = Tensor.register_hook, Tensor.retain_grad
+_register_hook, _retain_grad, _data = Tensor.register_hook, Tensor.retain_grad, vars(torch._C.TensorBase)["data"]
 
 
 class Gradient:
@@ -171,6 +171,11 @@ def _keep_of_copies(gradient: Gradient, x: Tensor) -> None:
 
 @register(Tensor.register_hook, flat=True)
 def register_hook(x: SpatialTensor, hook: Hook) -> Any:
+    if x.parameter is not None:
+        raise Refusal(
+            f"a hook is registered on a weight of shape {tuple(x.shape)}, of which ranks have parts: pass "
+            "gradient_hook to the engine, or hook what is computed of the weight"
+        )
     return _register_hook(x.local, Gradient(x.layout).seen_by(hook))
 
 
@@ -188,6 +193,8 @@ def retain_grad(x: SpatialTensor) -> None:
 
 @register(Tensor.grad.__get__, flat=True)  # type: ignore[union-attr]
 def grad(x: SpatialTensor) -> Tensor | None:
+    if x.parameter is not None:
+        return None if x.parameter.grad is None else x.like(x.parameter.grad)
     if x.retained is not None or x.local.grad is None:
         return x.retained
     gradient = Gradient(x.layout)
@@ -265,12 +272,31 @@ def format_(x: SpatialTensor, specification: str) -> str:
     return repr(x)
 
 
-@register(Tensor.requires_grad_, flat=True)
+@register(Tensor.requires_grad_, Tensor.requires_grad.__set__, flat=True)  # type: ignore[attr-defined]
 def requires_grad_(x: SpatialTensor, requires_grad: bool = True) -> SpatialTensor:
-    x.local.requires_grad_(requires_grad)
+    (x.local if x.parameter is None else x.parameter).requires_grad_(requires_grad)
     return x
+
+
+def _assign_data(x: Tensor, values: Tensor) -> None:
+    """Assign to `x.data`: PyTorch asks no rule where only the values are spread, and would read memory of nobody."""
+    if not isinstance(x, SpatialTensor):
+        _data.__set__(x, gather_axes(values, values.layout.grid.axes) if isinstance(values, SpatialTensor) else values)
+    elif getattr(values, "local", None) is not x.local:  # as it is where `Module.to()` changes nothing
+        if x.parameter is None or (values.shape, values.dtype, values.device) != (x.shape, x.dtype, x.device):
+            raise refusal("Tensor.data", "it is assigned to: write to the tensor in place")
+        x.data.copy_(values)
+
+
+Tensor.data = property(_data.__get__, _assign_data)  # type: ignore
 
 
 @register(Tensor.data.__get__, flat=True)  # type: ignore[attr-defined]
 def data(x: SpatialTensor) -> SpatialTensor:
     return x.like(x.local.data)
+
+
+@register(torch._has_compatible_shallow_copy_type, flat=True)
+def may_be_assigned(x: Tensor, values: Tensor) -> bool:
+    """Whether x may have these values as `x.data`, which `Module.to()` asks, also where it changes nothing."""
+    return True

@@ -1,13 +1,15 @@
 """Batch, group, instance, layer and root-mean-square norm with the statistics of the whole image."""
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpi4dl.comm.exchange import BACKWARD_TAG, CHANNELS_LAST, FORWARD_TAG, Exchange, LocalFunction, once_differentiable
@@ -45,6 +47,8 @@ from mpi4dl.parallel.spatial.tensor import SpatialTensor, local_part, refusal, r
 # (`merged`), so that a mean of 1000 with unit variance keeps its digits, and every rank gets the same bits. More ranks
 # than one gather is for merge them in two levels. It saves the input, the strips, and five numbers for each channel.
 
+BATCH_NORM = nn.BatchNorm2d.forward
+DEPTH = 8  # calls from that of a module down to the rule
 FEW = 8  # ranks up to which each tells each other beside the strips, rather than all in a collective of its own
 
 
@@ -259,7 +263,7 @@ def batch_norm(
             running = [running_mean.data, running_var.data]  # without a count of writes, as PyTorch's own
             torch._foreach_lerp_(running, [known[0], known[2]], momentum)
 
-    patient = halo_prefetch.can_wait(weight)
+    patient = halo_prefetch.can_wait(weight) and _is_pytorchs()
     if (patient or halo_prefetch.waiting) and may_wait(halo_prefetch, x, weight, bias):
         halo_prefetch.wait(WaitingNorm(norm, x, weight, bias, tracked, done, x._version))
         result.before_first_look(halo_prefetch.flush)
@@ -273,6 +277,17 @@ def batch_norm(
         result.before_first_look(partial(halo_prefetch.seen, weight))
     result.halo_sources = (Source(halo_prefetch, weight, owned),)
     return result
+
+
+def _is_pytorchs() -> bool:
+    """Whether a module of PyTorch calls the norm that is computed now: others may use its statistics at once."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(DEPTH):
+        frame = None if frame is None else frame.f_back
+        if frame is not None and frame.f_code is BATCH_NORM.__code__:
+            module = frame.f_locals["self"]
+            return type(module).forward is BATCH_NORM and not module._forward_hooks
+    return False
 
 
 def _batch_norm_of_own(
