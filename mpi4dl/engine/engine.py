@@ -20,7 +20,7 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.comm.allreduce import pick
 from mpi4dl.engine.precision import AUTOCAST, MAX_SKIPPED, LossScaler, lower_precision
 from mpi4dl.engine.runner import BatchFeed, Given, Loss, Runner, Tiles
-from mpi4dl.parallel.inputs import Microbatch, Sizes
+from mpi4dl.parallel.inputs import Microbatch, Sizes, made_by_jit
 from mpi4dl.parallel.pipeline.decisions import Buffers, hidden_tensors
 from mpi4dl.parallel.pipeline.executor import UNLIKE_DRAWS, Executor
 from mpi4dl.parallel.plan import Plan
@@ -214,7 +214,9 @@ class Engine(Runner):
         stages, plan = self.stages, self.plan
         named = {name.split(".", 2)[-1]: p for name, p in stages.named_parameters()}  # without stages.0.
         holders = max(each.comm.size for each in stages.together)
-        problem = problem_with(self.optimizer, named, holders, plan.num_microbatches, plan.cuts_parameters)
+        problem = next((each for module in stages.modules_of.values() if (each := made_by_jit(module))), None)
+        if problem is None:
+            problem = problem_with(self.optimizer, named, holders, plan.num_microbatches, plan.cuts_parameters)
         if problem is None:
             which = "tensor" if plan.tensor > 1 else "experts"
             parts = f"{which}({getattr(plan, which)})" if plan.cuts_parameters else None

@@ -4,6 +4,7 @@ from collections import UserList, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, pairwise
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeVar
@@ -85,7 +86,9 @@ def tensors_within(
     elif depth:
         inner = list(getattr(value, "__dict__", {}).values())
         inner += [getattr(value, name, None) for each in type(value).__mro__ for name in getattr(each, "__slots__", ())]
-        if isinstance(value, MethodType | FunctionType):
+        if isinstance(value, partial):
+            inner += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, MethodType | FunctionType):
             cells = [cell for cell in value.__closure__ or () if cell != CellType()]  # but empty ones
             inner += [getattr(value, "__self__", None), *(cell.cell_contents for cell in cells)]
         elif isinstance(value, Mapping):
@@ -94,6 +97,14 @@ def tensors_within(
             inner += value
         for x in islice(inner, MOST_ITEMS):
             yield from tensors_within(x, seen, module, depth - 1)
+
+
+def made_by_jit(model: nn.Module) -> str | None:
+    """Which module of a model has operators that nobody can give other tensors; None if there is none."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            return f"{path or 'the model'} is made by torch.jit, whose operators pass tiles by: use torch.compile"
+    return None
 
 
 def copied(model: ModuleT, memo: Mapping[int, Tensor] | None = None) -> ModuleT:

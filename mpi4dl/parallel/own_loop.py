@@ -34,7 +34,7 @@ from mpi4dl._randomness import RandomStates
 from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.comm.exchange import functions_behind, linear, running_forward
 from mpi4dl.geometry import SPACE, GridShape, near_square
-from mpi4dl.parallel.inputs import tensors_within
+from mpi4dl.parallel.inputs import made_by_jit, tensors_within
 from mpi4dl.parallel.replicas.buckets import bits_of, is_expanded
 from mpi4dl.parallel.replicas.optimizer_traits import backward_hook_in, modules_of, set_aside
 from mpi4dl.parallel.replicas.parameter_sums import (
@@ -120,9 +120,9 @@ def parallelize(
 
 def _not_whole(model: nn.Module) -> str | None:
     """Why a rank does not have all values of `model`; None if it has."""
+    if (problem := made_by_jit(model)) is not None:
+        return problem
     for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            return f"{path or 'the model'} is made by torch.jit, whose operators pass tiles by: use torch.compile"
         sharded = any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
         for name, x in [*dict.items(module._parameters), *module._buffers.items()]:
             what = f"{name} of {path or 'the model'}"

@@ -1,5 +1,6 @@
 """Models and optimizers that are put together in unusual ways train as in plain PyTorch, or are refused."""
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -226,6 +227,12 @@ class Remembering(Net):
         return {"calls": 1}
 
 
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return nn.Sequential(torch.jit.script(net()))
+
+
 def lazy() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.LazyLinear(3))
 
@@ -250,6 +257,7 @@ REFUSED: dict[str, Refused] = {
     "the buffer alias is in the memory of first.weight": (partial(aliased, True), sgd, 1, "mean"),
     "a tensor (4, 3, 3, 3) that the model has": (partial(aliased, False), sgd, 3, "mean"),
     "_extra_state of the model is no tensor": (Remembering, sgd, 0, "mean"),
+    "0 is made by torch.jit": (scripted, sgd, 0, "mean"),
     "1.weight of the model has no shape yet": (lazy, sgd, 0, "mean"),
     "Clipping may step by all parameters together, but ZeRO": (net, clipping, 1, "mean"),
     "second.weight is trained now, but was frozen when the engine was made": (frozen_at_first, sgd, 0, "mean"),

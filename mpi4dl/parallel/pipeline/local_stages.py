@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.parallel.pipeline.decisions import Watch, changed
+from mpi4dl.parallel.pipeline.decisions import Watch, changed, hidden_tensors
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.replicas.groups import Elements
@@ -104,6 +104,14 @@ class LocalStages(nn.Module):
         self.shared = dict(shared or {})
         with comm.together((ValueError,)):
             cutting = cutting_of(outline, styles, plan.degrees) if plan.num_ranks > 1 else NOT_CUT
+            for module in self.modules_of.values() if cutting else ():
+                cut = {id(module.get_parameter(name)): name for name in cutting.of(module)}
+                kept = next((cut[id(x)] for x in hidden_tensors(module) if id(x) in cut), None)
+                if kept is not None:
+                    raise ValueError(
+                        f"ranks are to have parts of {kept}, but the model has it also in an attribute that is no "
+                        "parameter: read it from its module in each call"
+                    )
         if cutting:
             self._cut(cutting)
         if device is not None:

@@ -282,6 +282,19 @@ def test_what_a_model_cannot_do_with_weights_that_ranks_share(comm: Communicator
         step(engine, task, 1)
 
 
+class Aside(Student):
+    """Has a weight in a function, too."""
+
+    def __init__(self) -> None:
+        super().__init__(call)
+        self.project = partial(F.linear, weight=self.up.weight)
+
+
+def test_a_weight_that_ranks_share_is_nowhere_else_in_the_model(ranks: Ranks) -> None:
+    with pytest.raises(AssertionError, match=r"parts of up\.weight, but the model has it also in an attribute"):
+        check(ranks, Task(Aside, (2, 1), styles=(("up", "column"),)), replace(ONE_TILE, tensor=2))
+
+
 class Normed(Classifier):
     def __init__(self, dim: int | None) -> None:
         super().__init__()
