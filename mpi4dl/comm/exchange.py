@@ -353,13 +353,15 @@ forward_pass: ContextVar[Any] = ContextVar("forward_pass", default=None)  # that
 
 
 @contextmanager
-def within_forward() -> Iterator[None]:
-    """Within this context a model of an engine runs forward: gradients through messages of ranks are refused."""
-    running_forward.append(None)
+def within_forward(runs: bool = True) -> Iterator[None]:
+    """Within this context a model of an engine runs forward: gradients through messages of ranks are refused, but where
+    it `runs` no longer, as ranks take theirs of what it made.
+    """
+    before, running_forward[:] = [*running_forward], [*running_forward, None] if runs else []
     try:
         yield
     finally:
-        running_forward.pop()
+        running_forward[:] = before
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mpi4dl.comm import Refusal
+from mpi4dl.comm.exchange import within_forward
 from mpi4dl.geometry import ceil_div
 from mpi4dl.parallel.pipeline.stage import Stage, StreamedPrefix, enter
 from mpi4dl.parallel.spatial import SpatialTensor, gather
@@ -154,7 +155,8 @@ class CellMaps:
         score = 2 * score - wide.sum() if wide.shape[1] == 2 else score  # of two classes the difference
         score = score / self._grid.size  # as each rank has all logits
         local = leaf.local if isinstance(leaf, SpatialTensor) else leaf
-        (gradient,) = torch.autograd.grad(score, [local], allow_unused=True)
+        with within_forward(runs=False):
+            (gradient,) = torch.autograd.grad(score, [local], allow_unused=True)
         if gradient is None:
             return ()
         if not isinstance(leaf, SpatialTensor) and self._grid.size > 1:

@@ -212,7 +212,8 @@ def _line(split: str, whole: Any, index: int, names: Sequence[str]) -> dict[str,
     if rows is None:
         if getattr(whole, "tells_patients", False):
             line["case_id"] = whole.patients[index]
-        return {**line, names[0]: _cell(_text(whole, index))}
+        told = whole.label_as_text(index) if hasattr(whole, "label_as_text") else None  # else its image tells it
+        return {**line, names[0]: _cell(told)}
     row = rows[index]
     line |= {"slide_id": row.name, "case_id": row.patient, "fold": _cell(row.fold), "mpp": _cell(row.mpp)}
     line |= {"annotation": _cell(row.annotation), MASK_PRINT: _cell(whole.mask_as_text(index))}
@@ -223,11 +224,6 @@ def _line(split: str, whole: Any, index: int, names: Sequence[str]) -> dict[str,
     elif row.label is not None:
         line["label"] = whole.classes[row.label]
     return line
-
-
-def _text(whole: Any, index: int) -> str | None:
-    """What is to be learnt of a sample, as text; None if nothing tells it without its image."""
-    return whole.label_as_text(index) if hasattr(whole, "label_as_text") else None
 
 
 def _cell(value: Any) -> str:

@@ -68,7 +68,6 @@ def _encoded(source: TextSource, run: Run | None = None) -> tuple[Path, Tokenize
     """The header of the file with the tokens, and the tokenizer, which a run that is resumed has already."""
     data, folder = source.data, source.token_folder
     documents = find_documents(*data.corpus)
-    folder.mkdir(parents=True, exist_ok=True)
     kept = [] if run is None else [each / TOKENIZER for each in folders_before(run) if (each / TOKENIZER).is_file()]
     trained = bool(kept) and data.tokenizer.startswith("bpe:")
     tokenizer = BPETokenizer.load(kept[0]) if trained else _tokenizer(data.tokenizer, documents)

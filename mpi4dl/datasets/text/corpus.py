@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl._files import open_regular, read_regular
+from mpi4dl._files import Replacement, make_folder, naming, open_regular, read_regular
 from mpi4dl.datasets.base import DatasetError, blaming
 from mpi4dl.datasets.listed import files_below
 from mpi4dl.datasets.split import split_patients
-from mpi4dl.datasets.text.tokenizer import Tokenizer, Tokens, replacing
+from mpi4dl.datasets.text.tokenizer import Tokenizer, Tokens
 from mpi4dl.geometry import Interval
 
 STDLIB = "stdlib"
@@ -181,7 +181,8 @@ def encode_corpus(documents: Sequence[Document], tokenizer: Tokenizer, folder: P
     Reads the whole corpus to see that it is the same. Let one rank do so, and others open its file when it is there.
 
     Raises:
-        DatasetError: a document cannot be read, is not UTF-8 or changes meanwhile, or `folder` cannot be written.
+        DatasetError: a document cannot be read, is not UTF-8 or changes meanwhile.
+        OSError: `folder` cannot be written.
     """
     digests = [digest(document) for document in documents]
     of_each = [(document.name, found) for document, found in zip(documents, digests, strict=True)]
@@ -193,7 +194,9 @@ def encode_corpus(documents: Sequence[Document], tokenizer: Tokenizer, folder: P
             return known
     dtype = np.dtype("<u2" if tokenizer.vocabulary <= 1 << 16 else "<u4")
     encoded, written = [], hashlib.blake2b()
-    with replacing(header.with_suffix(".npy")) as file:
+    make_folder(folder)
+    array = header.with_suffix(".npy")
+    with naming(array), Replacement(array, shared=True) as temporary, temporary.open("x+b") as file:
         _write_array_header(file, dtype, 0)
         begin = file.tell()
         for document, expected in zip(documents, digests, strict=True):
@@ -222,8 +225,8 @@ def encode_corpus(documents: Sequence[Document], tokenizer: Tokenizer, folder: P
         "digest": written.hexdigest(),
         "documents": encoded,
     }
-    with replacing(header) as file:
-        file.write(json.dumps(said).encode())
+    with naming(header), Replacement(header, shared=True) as temporary:
+        temporary.write_text(json.dumps(said))
     return TokenFile(header)
 
 

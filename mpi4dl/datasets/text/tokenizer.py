@@ -1,15 +1,14 @@
 """Tokenizers: what one answers, bytes as tokens, and byte-level BPE."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl._files import Replacement, read_regular
+from mpi4dl._files import read_regular, write_durably
 from mpi4dl.datasets.base import DatasetError, package
 
 Tokens = npt.NDArray[np.int64]
@@ -50,27 +49,6 @@ class ByteTokenizer:
     def decode(self, tokens: npt.ArrayLike) -> str:
         found = np.asarray(tokens, np.int64)
         return found[found < self.end].astype(np.uint8).tobytes().decode(errors="replace")
-
-
-# Writes files that others read: whole or not at all, also if the writer is killed.
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file to write, which takes the name `path` at the end; an error leaves what was there.
-
-    Several processes may do so at once: the last one's file stays. Files that killed processes left are removed after a
-    day.
-
-    Raises:
-        DatasetError: the file cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with Replacement(path, shared=True) as temporary, temporary.open("x+b") as file:
-            yield file
-    except OSError as error:
-        raise DatasetError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 # Byte-level BPE: frequent runs of bytes are tokens. Trained on a corpus, and kept in one JSON file.
@@ -129,9 +107,8 @@ class BPETokenizer:
         return cls(_inner_at(path, "train one anew"))
 
     def save(self, path: Path) -> None:
-        """Write the tokenizer to one JSON file, whole or not at all. Raises DatasetError if it cannot be written."""
-        with replacing(path) as file:
-            file.write(self._inner.to_str(pretty=True).encode())
+        """Write the tokenizer to one JSON file, whole or not at all. Raises OSError."""
+        write_durably(path, self._inner.to_str(pretty=True).encode())
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         return np.array(self._inner.encode(text, add_special_tokens=False).ids, np.int64)

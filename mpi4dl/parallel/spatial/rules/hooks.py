@@ -203,6 +203,13 @@ def grad(x: SpatialTensor) -> Tensor | None:
     return x.like(x.local.grad)
 
 
+@register(torch.autograd.grad, flat=True)
+def take_gradient(*args: Any, **options: Any) -> None:
+    raise refusal(
+        "torch.autograd.grad", "of a gradient within a model or its hooks each rank has a part: take it outside"
+    )
+
+
 # Attributes of a tensor: shapes are those of the whole, autograd's state is that of the local part.
 
 
