@@ -483,12 +483,13 @@ def kept_by_all_means(wrap: Wrap) -> list[Tensor]:
 
 
 def kept_maps(wrap: Wrap) -> list[Tensor]:
-    """Maps that hooks keep: in a loss beside those of a teacher, in a head outside, and as Grad-CAM weighs them."""
-    seen, taught, found = list[Tensor](), list[Tensor](), list[Tensor]()
+    """Maps that hooks keep, and their gradients: in a loss beside a teacher's, in a head outside, as Grad-CAM."""
+    seen, taught, found, gradients = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
     student, teacher = made(), made().requires_grad_(False)
     with torch.no_grad():
         teacher.first.weight.mul_(-0.5)
     student.frozen.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    student.frozen.register_forward_hook(lambda module, inputs, output: output.register_hook(gradients.append) and None)
     teacher.frozen.register_forward_hook(lambda module, inputs, output: taught.append(output))
     head = nn.Conv2d(6, 6, 3)
     nn.init.constant_(head.weight, 0.05)
@@ -505,7 +506,8 @@ def kept_maps(wrap: Wrap) -> list[Tensor]:
         likeness = (mine - its).square().mean() + F.mse_loss(head(mine), its[:, :, 1:-1, 1:-1])
         (F.cross_entropy(logits, labels) + likeness + head(cam[:, None] * its).mean()).backward()
         assert mine.grad is not None
-        found += [cam, mine.grad, torch.tensor(its.numpy())]
+        found += [cam, mine.grad, torch.tensor(its.numpy()), gradients[-1][gradients[-1] > 0]]
+        found += [torch.tensor(gradient.detach().cpu().numpy()) for gradient in gradients]
     return [*found_in(student, head), *found]
 
 

@@ -38,7 +38,7 @@ from mpi4dl.parallel.spatial.tensor import (
 # Functions that report memory, identity or autograd's graph would report those of the gathered copy.
 OF_THE_TENSOR_ITSELF = frozenset(
     "data_ptr untyped_storage storage storage_offset _typed_storage stride as_strided set_ resize_ resize_as_ view "
-    "__reduce_ex__ __reduce__ __dlpack__ __set__ backward share_memory_ is_shared pin_memory is_set_to".split()
+    "__reduce_ex__ __reduce__ __dlpack__ __set__ backward grad share_memory_ is_shared pin_memory is_set_to".split()
 )
 VALUES_OF_ATTRIBUTES = frozenset("T H mH real imag".split())
 

@@ -398,7 +398,7 @@ class SpatialTensor(Tensor):
                 return _write(function, rule, args, options)
             result = rule(*args, **options)
         except NoRule as refused:
-            if not (without_rule and _is_uncut(args, options)):
+            if not (without_rule and _may_gather(args, options)):
                 raise
             return without_rule[0](function, args, options, refused)
         if type(result) is SpatialTensor or isinstance(result, SEVERAL):
@@ -620,9 +620,14 @@ def _refuse_gradient(gradient: Tensor) -> None:
 _REFUSING = OrderedDict({0: _refuse_gradient})  # hooked to leaves as `register_hook` does, without a handle
 
 
-def _is_uncut(args: Sequence[Any], options: dict[str, Any]) -> bool:
-    """Whether each rank holds all of each operand, since no axis of it is cut: any operator is exact on these."""
+def _may_gather(args: Sequence[Any], options: dict[str, Any]) -> bool:
+    """Whether each rank holds all of each operand, since no axis of it is cut: any operator is exact on these.
+
+    Or whether operands, such as gradients that hooks see, are whole to a user, outside of a model in a loop.
+    """
     spread = [x for x in pytree.tree_leaves((tuple(args), options)) if isinstance(x, SpatialTensor)]
+    if forward_pass.get() is None and all(x.layout.grid.loop == "whole" and not x.requires_grad for x in spread):
+        return bool(spread)
     return bool(spread) and all(
         dim is None or x.layout.grid.shape[axis] == 1 for x in spread for axis, dim in enumerate(x.layout.dims)
     )

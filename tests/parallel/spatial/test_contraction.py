@@ -43,6 +43,9 @@ SPREAD = {
     "mm by name": lambda x: x[0, 0].mm(mat2=plain(x.shape[3], 2)),
     "mv": lambda x: x[0, 0].mv(plain(x.shape[3])),
     "tensordot": lambda x: torch.tensordot(x, plain(4, 3), dims=([1], [0])),
+    "distances of pixels": lambda x: torch.cdist(x.permute(0, 2, 3, 1), plain(5, 4)),
+    "distances of many pixels, flat": lambda x: torch.cdist(x.permute(0, 2, 3, 1).reshape(-1, 4), plain(5, 4), 1),
+    "distances of two images": lambda x: torch.cdist(x.flatten(1)[:, None, :40], plain(3, 30, 40)),
     "outer": lambda x: torch.outer(x[0, 0, :, 0], plain(3)),
 }
 WHOLE = {

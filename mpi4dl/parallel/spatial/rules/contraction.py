@@ -16,6 +16,8 @@ from torch.nn import functional as F
 from mpi4dl.parallel.spatial.alignment import Labels, contract
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, named, refusal, register
 
+MM_IF_MANY = "use_mm_for_euclid_dist_if_necessary"
+
 
 @cache
 def _matrices(left: int, right: int) -> tuple[tuple[Labels, Labels], Labels]:
@@ -143,6 +145,20 @@ def einsum(equation: Any, *operands: Any) -> Tensor:
         names,
         labels(output if arrow else implied, most),
     )
+
+
+@register(torch.cdist, flat=True)
+def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = MM_IF_MANY) -> Tensor:
+    """Distances of the rows of both; whether by a product of matrices is decided by the rows of the whole."""
+    if any(len(x.shape) - 1 in x.layout.cut_dims for x in (x1, x2) if isinstance(x, SpatialTensor)):
+        raise refusal("torch.cdist", "the last dim of an input is spread")
+    if compute_mode in (None, MM_IF_MANY):
+        is_few = max(x1.shape[-2], x2.shape[-2]) <= 25
+        compute_mode = ("donot_" if is_few else "") + "use_mm_for_euclid_dist"
+    (left, right), result = _matrices(x1.dim(), x2.dim())
+    labels = (left, (*right[:-2], "n", "k"))
+    _check("torch.cdist", (x1.shape, x2.shape), labels)
+    return contract("torch.cdist", lambda a, b: torch.cdist(a, b, p, compute_mode), (x1, x2), labels, result)
 
 
 @register(*named("outer", "ger"))

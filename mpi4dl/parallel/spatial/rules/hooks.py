@@ -203,6 +203,13 @@ def grad(x: SpatialTensor) -> Tensor | None:
     return x.like(x.local.grad)
 
 
+@register(torch.autograd.grad, flat=True)
+def take_gradient(*args: Any, **options: Any) -> None:
+    raise refusal(
+        "torch.autograd.grad", "of a gradient within a model or its hooks each rank has a part: take it outside"
+    )
+
+
 # Attributes of a tensor: shapes are those of the whole, autograd's state is that of the local part.
 
 
@@ -286,7 +293,8 @@ Tensor.data = property(_data.__get__, _assign_data)  # type: ignore
 
 @register(Tensor.data.__get__, flat=True)  # type: ignore[attr-defined]
 def data(x: SpatialTensor) -> SpatialTensor:
-    return x.like(x.local.data)
+    # Of a parameter it counts writes, of which ZeRO 3 loses none in silence.
+    return x.like(x.local.data if x.parameter is None else x.local.detach())
 
 
 @register(torch._has_compatible_shallow_copy_type, flat=True)
