@@ -41,6 +41,9 @@ class DoctorConfig:
 def doctor(comm: "Communicator", asked: CommandLine[DoctorConfig]) -> None:
     """Examine the machine, and save its description. Collective."""
     chosen = asked.config.examining
+    if chosen.save is not None:
+        comm.agree("--save measures messages: start at least 2 ranks" if comm.size == 1 else None)
+        comm.agree(unwritable("--save", chosen.save) if comm.rank == 0 else None)
     examine(comm, chosen.gpu_wire)
     if chosen.save is not None:
         save(comm, chosen.save)
@@ -98,16 +101,10 @@ def shared_memory(num_ranks: int) -> str:
 
 
 def save(comm: "Communicator", path: str) -> None:
-    """Measure the machine, and write its description on rank 0. Collective.
-
-    Raises:
-        Refusal: there is one rank, or the file cannot be written.
-    """
+    """Measure the machine, and write its description on rank 0. Collective; raises Refusal if it cannot be written."""
     from mpi4dl.estimate.machine_file import machine_toml
     from mpi4dl.estimate.measured_machine import measure_machine
 
-    comm.agree("--save measures messages: start at least 2 ranks" if comm.size == 1 else None)
-    comm.agree(unwritable("--save", path) if comm.rank == 0 else None)
     machine = measure_machine(comm, comm.node.device(), Path(path).stem)
     with comm.together(), saying(f"--save {path}", OSError):
         if comm.rank == 0:

@@ -52,9 +52,10 @@ def train_folds(comm: Communicator, config: Config, spell: Callable[[str], str],
         if fold in done:
             say(comm, f"fold {fold} of {num_folds} is finished: {path}")
             continue
-        say(comm, f"fold {fold} of {num_folds}: {path}")
         words = [*without_flags(Config, argv, ("fold",)), "--fold", str(fold)]
-        fit(set_up(_of_fold(config, fold, path), comm, spell, words))
+        setup = set_up(_of_fold(config, fold, path), comm, spell, words)
+        say(comm, f"fold {fold} of {num_folds}: {path}")  # of no fold that is refused
+        fit(setup)
         if run.dry_run:
             return None
         if not comm.broadcast_object((path / MODEL).is_file()):

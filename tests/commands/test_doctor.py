@@ -57,6 +57,7 @@ def test_one_rank_says_what_it_takes_to_measure_the_wire() -> None:
     [
         ("doctor --gpu-wire smoke", "--gpu-wire is 'smoke', but must be one of"),
         ("doctor --name x", "there is no flag --name; leave it out: the machine is called as its file"),
+        ("doctor --save /nowhere/machine.toml", "--save /nowhere/machine.toml: No such file or directory"),
         ("slides check", "slides check SLIDES"),
         ("slides chek", "did you mean check?"),
         ("slides", "name a command first: check, tissue, hits, compose"),
@@ -65,7 +66,9 @@ def test_one_rank_says_what_it_takes_to_measure_the_wire() -> None:
 )
 def test_a_wrong_command_line_is_refused_once_for_all_ranks(words: str, about: str) -> None:
     name, *flags = words.split()
-    assert about in refusal(mpirun(2, "-m", f"mpi4dl.{name}", *flags))
+    job = mpirun(2, "-m", f"mpi4dl.{name}", *flags)
+    assert about in refusal(job)
+    assert not job.stdout
 
 
 # What launchers say, whether standard input is a terminal, and the variable by which processes are found to be alone.

@@ -163,9 +163,15 @@ def test_a_run_keeps_its_table_and_is_evaluated_on_it_by_patient(ranks: Ranks, i
     assert len(ranks(1).run(evaluated, run, other, of)[0]) == PATIENTS * EACH
 
 
+def refused_train(comm: Communicator, argv: list[str]) -> None:
+    assert "start with mpirun -n 1" in refused(comm, train, argv)
+
+
 def test_all_folds_of_images_are_trained_and_summarised(ranks: Ranks, images: Path, tmp_path: Path) -> None:
     run, images = tmp_path / "cv", shutil.copytree(images, tmp_path / "clinic")
-    told, *_ = ranks(1).run(said, train, flags_of(images, run, "--folds 2 --fold all --eval-every none"))
+    flags = flags_of(images, run, "--folds 2 --fold all --eval-every none")
+    assert ranks(2).run(said, refused_train, flags) == ["", ""]
+    told, *_ = ranks(1).run(said, train, flags)
     assert "predictions of all folds together" in told
     (table,) = run.glob("evaluation-*.csv")
     rows = read_rows(table)

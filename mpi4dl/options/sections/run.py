@@ -43,7 +43,7 @@ class Run:
         | instead("use {option} auto", "auto-resume")
         | instead(
             "use {option} {value} to resume a run, or --weights {value} to begin with its weights",
-            "checkpoint ckpt load-from",
+            "checkpoint ckpt",
         ),
     )
     callbacks: tuple[Any, ...] = option(
