@@ -100,12 +100,15 @@ def test_ranks_in_different_calls_do_not_wait_for_ever(calls: str, said: str) ->
 
 
 LETTING_GO = """
-import sys
+import sys, time
 from mpi4dl.comm import failure, world
 
-def let_go():
-    sys.stdout.write(f"{comm.rank} lets go\\n")  # at once, so that the lines of two ranks do not mix
+def say(what):  # when, as mpirun may pass on the lines of two ranks in another order; at once, so that they do not mix
+    sys.stdout.write(f"{time.monotonic():.6f} {comm.rank} {what}\\n")
     sys.stdout.flush()
+
+def let_go():
+    say("lets go")
 
 def end():
     if comm.rank == 0:
@@ -116,14 +119,15 @@ failure.meeting().closings.append(let_go)
 failure.meeting().exit_notifications.append(end)
 if comm.rank == 1:
     comm.recv_object(0)
-    print("1 is there", flush=True)
+    say("is there")
 """
 
 
 def test_what_others_may_need_is_let_go_when_all_have_ended() -> None:
     """Rank 0 is at its end before rank 1 is."""
     job = mpirun(2, "-c", LETTING_GO)
-    first, *others = job.stdout.splitlines()
+    lines = sorted((float(when), said) for when, said in (line.split(" ", 1) for line in job.stdout.splitlines()))
+    first, *others = (said for _, said in lines)
     assert first == "1 is there"
     assert sorted(others) == ["0 lets go", "1 lets go"]
 

@@ -138,7 +138,7 @@ def test_own_loops_are_those_of_one_process(ranks: Ranks, grid: str, how: str) -
 
 def scripted(model: nn.Module) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")  # DeprecationWarning, and FutureWarning since PyTorch 2.14
         return torch.jit.script(model)
 
 

@@ -22,8 +22,7 @@ from mpi4dl.comm import Communicator, Pending, Refusal
 from mpi4dl.parallel.replicas.buckets import BucketLayout
 
 # Attributes that give a parameter's values; all others only look at its shape and the like.
-DATA, DATA_SET = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
-VIEWS = frozenset(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")) | {DATA}
+VIEWS = frozenset(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
 KEPT = 2  # buckets that stay after their use: a layer's weight and bias may lie in two
 
 
@@ -165,7 +164,8 @@ class Gatherer:
         with _Watch(self):
             yield
         self._keeps_all = False
-        self.free()
+        with self.comm.together((Refusal,)):  # a rank may see alone that its part was changed by way of `data`
+            self.free()
 
     def free(self) -> None:
         """No parameter is whole any more."""
@@ -237,22 +237,20 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if function in VIEWS or getattr(function, "__name__", "") != "__get__":
+        data: Any = Tensor.data  # which rules of tensors that are spread replace when they are imported
+        is_view = function in VIEWS or function == data.__get__
+        if is_view or getattr(function, "__name__", "") != "__get__":
             found: list[int] = []
             self._find(args, found)
             if kwargs:
                 self._find(kwargs.values(), found)
             if found:
                 self._gatherer.need(found)
-                if function == DATA:
+                if function == data.__get__:
                     self._gatherer.expose(found[0])
-                elif function == DATA_SET:
+                elif function == data.__set__:
                     self._gatherer.refuse(found[0])
-                elif (
-                    torch.is_grad_enabled()
-                    and function not in VIEWS
-                    and not getattr(function, "__name__", "").endswith("_")
-                ):
+                elif torch.is_grad_enabled() and not is_view and not getattr(function, "__name__", "").endswith("_"):
                     args, kwargs = self._as_values(args), {key: self._as_value(x) for key, x in (kwargs or {}).items()}
         return function(*args, **(kwargs or {}))
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -209,6 +210,8 @@ class Changing(nn.Linear):
             self.weight[1:, 0].zero_()
         elif self.way == "data":
             self.weight.data.clamp_(-0.01, 0.01)
+        elif self.way == "data of one rank":
+            self.weight.data[-1].zero_()
         elif self.way == "assigned":
             self.weight.data = self.weight.data / 2
 
@@ -217,7 +220,7 @@ class Changing(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("way", ["method", "part", "data", "assigned"])
+@pytest.mark.parametrize("way", ["method", "part", "data", "data of one rank", "assigned"])
 @on_ranks(2)
 def test_a_change_in_place_which_would_be_lost_is_refused(comm: Communicator, way: str) -> None:
     gatherer = gatherer_of(nn.Sequential(model := Changing(way)), comm)
@@ -228,6 +231,17 @@ def test_a_change_in_place_which_would_be_lost_is_refused(comm: Communicator, wa
 
 @on_ranks(2)
 def test_looking_at_the_values_is_no_change(comm: Communicator) -> None:
+    look_at_values(comm)
+
+
+@on_ranks(2)
+def test_looking_at_values_where_data_is_replaced_later(comm: Communicator) -> None:
+    """As the rules of tensors that are spread do, whenever they are imported."""
+    with patch.object(Tensor, "data", property(Tensor.data.__get__, Tensor.data.__set__)):  # type: ignore[attr-defined]
+        look_at_values(comm)
+
+
+def look_at_values(comm: Communicator) -> None:
     torch.manual_seed(0)
     model = chain()
     before = [p.detach().clone() for p in model.parameters()]

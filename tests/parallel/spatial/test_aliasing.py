@@ -68,6 +68,7 @@ EXACT: dict[str, Callable[[Tensor], Tensor]] = {
     "written channels": add_to_channels,
     "copy_": lambda x: x.copy_(torch.ones(2, 4, 8, 9)),
     "masked_fill_": lambda x: x.masked_fill_(x > 0, 3.0),
+    "zero_ of channels": lambda x: x[:, 1:3].zero_(),
     "rows": lambda x: x[:, :, 1:3],
     "every second row of the last columns": lambda x: x[:, :, ::2, 5:],
     "narrow": lambda x: x.narrow(2, 1, 4),

@@ -282,6 +282,14 @@ def test_what_a_model_cannot_do_with_weights_that_ranks_share(comm: Communicator
         step(engine, task, 1)
 
 
+@on_ranks(4)
+def test_a_weight_that_a_model_assigns_is_not_lost_under_zero_3(comm: Communicator) -> None:
+    task = Task(partial(Student, assign), (2, 1), styles=(("up", "column"), ("down", "row")))
+    engine = engine_of(comm, task, replace(ONE_TILE, tensor=2, data=2, zero=3))
+    with pytest.raises(Refusal, match="a parameter was changed while the model ran"):
+        step(engine, task, 0)
+
+
 class Aside(Student):
     """Has a weight in a function, too."""
 

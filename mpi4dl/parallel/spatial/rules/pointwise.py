@@ -168,7 +168,7 @@ for function in named(*UNTAGGED):
     register(function, flat=True)(pointwise(function))
 
 
-for function in (Tensor.__floordiv__, Tensor.__rfloordiv__, *named("floor_divide")):
+for function in (Tensor.__floordiv__, Tensor.__rfloordiv__, *named("floor_divide", "zero_")):
     register(function, flat=True)(pointwise(function))
 
 
