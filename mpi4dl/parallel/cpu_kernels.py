@@ -1,5 +1,5 @@
-"""Kernels on CPUs in place of PyTorch's, as of 2.13: of convolutions and batch norms, backward, and of volumes in 16 bits,
-forward, which are wrong there; and of max pooling and of convolutions by one pixel, which are slow.
+"""Kernels on CPUs in place of PyTorch's, as of 2.13: of convolutions and batch norms, backward, and of volumes in 16
+bits, forward, which are wrong there; and of max pooling and of convolutions by one pixel, which are slow.
 
 PyTorch calls these in place of its own as soon as this module is imported. So they hold for every layer: on tiles, on
 what is not cut, in streaming.
