@@ -49,7 +49,15 @@ from mpi4dl.parallel.spatial.halo import gather, gather_axes
 from mpi4dl.parallel.spatial.rules import custom_functions
 from mpi4dl.parallel.spatial.rules.hooks import FunctionOfShares, whole_gradient, whole_gradients
 from mpi4dl.parallel.spatial.sharding import from_tile, shard, spread_buffer, spread_evenly
-from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, guards, in_arguments, local_part, refusal
+from mpi4dl.parallel.spatial.tensor import (
+    SpatialTensor,
+    compare_uses,
+    function_name,
+    guards,
+    in_arguments,
+    local_part,
+    refusal,
+)
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 FIRST, EVERY = 3, 100  # forward passes of training in which ranks compare what they have
@@ -618,7 +626,12 @@ def _guard(function: Any, args: Sequence[Any], options: dict[str, Any]) -> Calla
     return functools.partial(function, *args, **options)
 
 
+def _compare_uses(x: Tensor) -> None:
+    _compared(x.layout.grid.comm, {"places": ("used", tuple(x.shape))})  # type: ignore[attr-defined]
+
+
 guards.append(_guard)
+compare_uses.append(_compare_uses)
 
 
 def _with_summed_weights(module: nn.Module, inputs: Any) -> None:

@@ -484,13 +484,14 @@ def kept_by_all_means(wrap: Wrap) -> list[Tensor]:
 
 def kept_maps(wrap: Wrap) -> list[Tensor]:
     """Maps that hooks keep, and their gradients: in a loss beside a teacher's, in a head outside, as Grad-CAM."""
-    seen, taught, found, gradients = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
+    seen, taught, found, gradients, values = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor](), list[Any]()
     student, teacher = made(), made().requires_grad_(False)
     with torch.no_grad():
         teacher.first.weight.mul_(-0.5)
     student.frozen.register_forward_hook(lambda module, inputs, output: seen.append(output))
     student.frozen.register_forward_hook(lambda module, inputs, output: output.register_hook(gradients.append) and None)
     teacher.frozen.register_forward_hook(lambda module, inputs, output: taught.append(output))
+    teacher.again.register_forward_hook(lambda module, inputs, output: values.append(output.detach().cpu().numpy()))
     head = nn.Conv2d(6, 6, 3)
     nn.init.constant_(head.weight, 0.05)
     nn.init.constant_(head.bias, 0.1)
@@ -508,7 +509,7 @@ def kept_maps(wrap: Wrap) -> list[Tensor]:
         assert mine.grad is not None
         found += [cam, mine.grad, torch.tensor(its.numpy()), gradients[-1][gradients[-1] > 0]]
         found += [torch.tensor(gradient.detach().cpu().numpy()) for gradient in gradients]
-    return [*found_in(student, head), *found]
+    return [*found_in(student, head), *found, *map(torch.tensor, values)]
 
 
 def other_ways_in(wrap: Wrap) -> list[Tensor]:

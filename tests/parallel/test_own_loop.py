@@ -261,6 +261,17 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
             kept[0].mean()
         logits.sum().backward()
 
+    @refused_with(
+        "Refusal: ranks 0 and 1 are in different calls of models, backward passes of outputs, or uses of maps"
+    )
+    def a_gradient_on_one_rank(wrap: Wrap) -> None:
+        model, kept = wrap(made()), list[Tensor]()
+        model.again.register_forward_hook(lambda module, inputs, output: output.register_hook(kept.append) and None)
+        model(images).sum().backward()
+        if comm.rank:
+            kept[0].numpy()
+        model(images)
+
     @refused_with("Refusal: unused of the model is cut by fully_shard or as a DTensor")
     def sharded(wrap: Wrap) -> None:
         class FSDPModule:
@@ -428,7 +439,7 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
         cut = tiles.cut(images.clone().requires_grad_())
         (cut * cut).mean().backward()
 
-    assert len(found) == 31
+    assert len(found) == 32
     assert {name: message for name, (words, message) in found.items() if not message.startswith(words)} == {}
 
 

@@ -140,6 +140,7 @@ open_flat_dims: list[Callable[[Any], Tensor]] = []  # set by `halo`: a tensor wi
 without_rule: list[Callable[..., Any]] = []  # set by `gathering`: computes a function whole, where it has no rule
 # Set by `own_loop`: it may refuse a call, or tell what is called instead.
 guards: list[Callable[[Any, Sequence[Any], dict[str, Any]], Callable[[], Any] | None]] = []
+compare_uses: list[Callable[[Tensor], None]] = []  # in own loops, before what is whole to a user is gathered
 substitutes: list[Callable[..., Any]] = []  # the last one is called with a function, its rule, and their arguments
 
 # Other names that PyTorch has for its functions, and those by which rules know them.
@@ -398,7 +399,7 @@ class SpatialTensor(Tensor):
                 return _write(function, rule, args, options)
             result = rule(*args, **options)
         except NoRule as refused:
-            if not (without_rule and _may_gather(args, options)):
+            if not (without_rule and _may_gather(function, args, options)):
                 raise
             return without_rule[0](function, args, options, refused)
         if type(result) is SpatialTensor or isinstance(result, SEVERAL):
@@ -620,13 +621,21 @@ def _refuse_gradient(gradient: Tensor) -> None:
 _REFUSING = OrderedDict({0: _refuse_gradient})  # hooked to leaves as `register_hook` does, without a handle
 
 
-def _may_gather(args: Sequence[Any], options: dict[str, Any]) -> bool:
+TO_VALUES = (Tensor.numpy, Tensor.tolist, Tensor.__array__)
+
+
+def _may_gather(function: Any, args: Sequence[Any], options: dict[str, Any]) -> bool:
     """Whether each rank holds all of each operand, since no axis of it is cut: any operator is exact on these.
 
-    Or whether operands, such as gradients that hooks see, are whole to a user, outside of a model in a loop.
+    Or whether operands, such as gradients that hooks see, are whole to a user, outside of a model in a loop; values of
+    maps, which forward hooks keep, within it.
     """
     spread = [x for x in pytree.tree_leaves((tuple(args), options)) if isinstance(x, SpatialTensor)]
-    if forward_pass.get() is None and all(x.layout.grid.loop == "whole" and not x.requires_grad for x in spread):
+    if (forward_pass.get() is None or function in TO_VALUES) and all(
+        x.layout.grid.loop == "whole" and not x.requires_grad for x in spread
+    ):
+        for x in spread[:1]:
+            compare_uses[0](x)
         return bool(spread)
     return bool(spread) and all(
         dim is None or x.layout.grid.shape[axis] == 1 for x in spread for axis, dim in enumerate(x.layout.dims)

@@ -177,7 +177,7 @@ def repeat_interleave(
 
 # Reads and writes by indices: local along dims that are not cut, once both have the same pixels.
 
-SELECTS_PIXELS = "a mask or a tensor of indices selects pixels"
+SELECTS_PIXELS = "a mask or a tensor of indices selects pixels or samples"
 
 
 def dims_of(index: Any) -> int:
