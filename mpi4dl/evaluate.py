@@ -44,8 +44,7 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
 
     config, options = asked.config, asked.config.evaluating
     others = others_of(options.images, options)
-    of_folds = comm.rank == 0 and bool(fold_folders(Path(asked.source)))
-    if comm.broadcast_object(of_folds):
+    if comm.from_first(lambda: bool(fold_folders(Path(asked.source)))):
         from mpi4dl.inference.folds import summarise
         from mpi4dl.inference.samples import Judging
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from mpi4dl.datasets.base import BadImage, DatasetError, printable
 from mpi4dl.datasets.files import WHOLE_SLIDES
 from mpi4dl.datasets.loader import prefetched
 from mpi4dl.datasets.samples import without_suffix
+from mpi4dl.datasets.slides.dataset import Patches, SlideFolder
 from mpi4dl.datasets.slides.features import Embedded, write_features
 from mpi4dl.datasets.slides.slide import MPP_AT_1X, Slide
 from mpi4dl.datasets.transform import NORMALISATIONS, View
@@ -50,9 +51,6 @@ from mpi4dl.runs.folder import better_weights
 from mpi4dl.runs.stopping import HangTimeout
 from mpi4dl.training.data import measure_stains, one_each, shared
 from mpi4dl.training.trained import ModelOptions
-
-if TYPE_CHECKING:
-    from mpi4dl.datasets.slides.dataset import Patches, SlideFolder
 
 ENDING = ".h5"
 PRETRAINED = "pretrained"
@@ -415,7 +413,7 @@ class Embedding:
             ahead.close()
         return found, problems
 
-    def _read(self, slide: Slide, places: "Patches") -> Tensor:
+    def _read(self, slide: Slide, places: Patches) -> Tensor:
         """Normalized patches (P, 3, patch, patch) at these rows and columns of the grid of patches."""
         patch = self.encoder.patch
         frame = tuple(ceil_div(side, patch) * patch for side in slide.size)

@@ -661,12 +661,9 @@ class _Pictures(_Collected):
         """The same images in tiles, each made alone."""
         if self.tiles is None:
             return
-        comm, targets = self.model.comm, dict[int, Target]()
-        with comm.together():
-            for index in self.indices if comm.rank == 0 else ():
-                target = self.tiles.target(self.images.image(index).size)
-                targets |= {index: target} if self.alike[index] and target.num_in_all > 1 else {}
-        targets = comm.broadcast_object(targets)
+        comm, target_of = self.model.comm, self.tiles.target
+        sizes = comm.from_first(lambda: {i: self.images.image(i).size for i in self.indices if self.alike[i]})
+        targets = {i: target for i, size in sizes.items() if (target := target_of(size)).num_in_all > 1}
         indices, tiles = [*targets], Windows(self.images, [*targets], [*targets.values()])
         joined: dict[int, tuple[Joined, _Pair]] = {}
         found: dict[int, dict[str, float] | str] = {}

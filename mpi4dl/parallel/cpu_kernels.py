@@ -1,5 +1,5 @@
-"""Kernels on CPUs in place of PyTorch's, as of 2.13: of convolutions and batch norms, backward, which are wrong there,
-and of max pooling and of convolutions by one pixel, which are slow.
+"""Kernels on CPUs in place of PyTorch's, as of 2.13: of convolutions and batch norms, backward, and of volumes in 16
+bits, forward, which are wrong there; and of max pooling and of convolutions by one pixel, which are slow.
 
 PyTorch calls these in place of its own as soon as this module is imported. So they hold for every layer: on tiles, on
 what is not cut, in streaming.
@@ -18,6 +18,7 @@ from mpi4dl.comm.exchange import Like
 
 CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 OF_CONVOLUTION = torch.library.get_kernel("aten::convolution_backward", "CPU")
+OF_VOLUMES = {name: torch.library.get_kernel(f"aten::{name}", "CPU") for name in ("conv3d", "conv3d.padding")}
 OF_BATCH_NORM = torch.library.get_kernel("aten::native_batch_norm_backward", "CPU")
 OF_MAX_POOLS = {n: torch.library.get_kernel(f"aten::max_pool{n}d_with_indices", "CPU") for n in (2, 3)}
 OF_ONE_THREAD = torch.library.get_kernel("aten::_slow_conv2d_forward", "CPU")
@@ -81,6 +82,15 @@ def convolution_backward(
     return tuple(found)
 
 
+def convolution_of_volumes(name: str, *tensors: Any) -> Tensor:
+    """`aten::conv3d` by none of those kernels of 16 bits that use memory beside an image, as of one slice."""
+    x = tensors[0]
+    if x.device.type != "cpu" or x.dtype not in FEW_BITS or 1 not in x.shape[2:]:
+        return OF_VOLUMES[name].call_boxed(CPU, *tensors)
+    wide = [y.to(torch.float32, memory_format=torch.contiguous_format) if isinstance(y, Tensor) else y for y in tensors]
+    return OF_VOLUMES[name].call_boxed(CPU, *wide).to(x.dtype)
+
+
 def batch_norm_backward(gradient: Tensor, x: Tensor, *more: Any) -> tuple[Any, ...]:
     """`aten::native_batch_norm_backward` of tensors whose dims of one entry have the strides of their memory format.
 
@@ -136,6 +146,8 @@ def _in_place_of_pytorchs() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # that kernels are replaced
         library.impl("convolution_backward", convolution_backward, "CPU")
+        for name in OF_VOLUMES:
+            library.impl(name, partial(convolution_of_volumes, name), "CompositeImplicitAutograd")
         library.impl("native_batch_norm_backward", batch_norm_backward, "CPU")
         library.impl("_slow_conv2d_forward", convolution_of_one_thread, "CPU")
         for dims in OF_MAX_POOLS:

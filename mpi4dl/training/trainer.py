@@ -3,18 +3,15 @@
 `setup.set_up` builds what the options name, each rank its part; `run.fit` goes through the epochs.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpi4dl.comm import Communicator, world
 from mpi4dl.engine import Engine, Evaluation, StepResult
 from mpi4dl.options.config import Config
 from mpi4dl.options.declare import from_keywords
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.training.run import fit
+from mpi4dl.training.run import TrainingRun, fit
 from mpi4dl.training.setup import set_up
-
-if TYPE_CHECKING:
-    from mpi4dl.training.run import TrainingRun
 
 
 class Trainer:
@@ -72,19 +69,19 @@ class Callback:
     and `run.stop()` ends the run after this step, with a checkpoint. All ranks must do the same.
     """
 
-    def on_fit_start(self, run: "TrainingRun") -> None:
+    def on_fit_start(self, run: TrainingRun) -> None:
         """Everything is built, and a resumed run has loaded its checkpoint."""
 
-    def on_step_end(self, run: "TrainingRun", result: StepResult) -> None:
+    def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
         """A step was made, or, under fp16, skipped."""
 
-    def on_validation_end(self, run: "TrainingRun", evaluation: Evaluation) -> None:
+    def on_validation_end(self, run: TrainingRun, evaluation: Evaluation) -> None:
         """The model was validated."""
 
-    def on_epoch_end(self, run: "TrainingRun", epoch: int) -> None:
+    def on_epoch_end(self, run: TrainingRun, epoch: int) -> None:
         """Epoch number `epoch`, counted from 1, is complete, with validation and saving."""
 
-    def on_fit_end(self, run: "TrainingRun") -> None:
+    def on_fit_end(self, run: TrainingRun) -> None:
         """The last step was made and the weights are saved."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,20 +17,24 @@ from mpi4dl.engine import Engine
 from mpi4dl.engine.precision import INITIAL_SCALE
 from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.spatial import NoRule
 from tests.pool.ranks import Ranks, on_ranks
 from tests.support.short_runs import (
     BOTH,
     NUM_CLASSES,
     SKIPPING,
     SMALL,
+    Task,
     TILES_1x2,
     TILES_2x2,
     assert_like,
     batch_of,
     build,
     digest_of,
+    engine_of,
     model_of,
     plain,
+    step,
     tiles_of,
     train,
 )
@@ -302,3 +307,15 @@ def test_the_values_of_rank_0_count(ranks: Ranks) -> None:
     outcomes = ranks(4).run(train, SMALL, BOTH, True)
     assert all(outcome.digests == outcomes[0].digests for outcome in outcomes)
     assert_like(outcomes[0], plain(SMALL))
+
+
+def steep(outputs: Tensor, labels: Tensor) -> Tensor:
+    (slopes,) = torch.autograd.grad(F.cross_entropy(outputs, labels), outputs, retain_graph=True)
+    return F.cross_entropy(outputs, labels) + slopes.norm()
+
+
+@on_ranks(2)
+def test_a_loss_takes_no_gradient_of_what_ranks_share(comm: Communicator) -> None:
+    task = Task(partial(nn.Conv2d, 3, NUM_CLASSES, 3, padding=1), (8, 8), dense=True, loss=steep)
+    with pytest.raises(NoRule, match="each rank has a part: take it outside"):
+        step(engine_of(comm, task, Plan(((1, 2),))), task, 0)

@@ -524,13 +524,13 @@ class _Run:
         if executor.draws_by_stream:  # ranks that share a stage draw alike, whatever each does in between
             executor.begin_stream((*action[1:], microbatch.replica) if executor.plan.local_batches else action[1:])
         deferred = live.weights.deferred() if action.stage in self.defers else nullcontext()
-        hooks, forward = (whole_gradients(part.grid), within_forward()) if part.grid.size > 1 else (nullcontext(),) * 2
-        with self.timed(action), hooks:
+        over_ranks = (whole_gradients(part.grid), within_forward()) if part.grid.size > 1 else (nullcontext(),) * 2
+        with self.timed(action), over_ranks[0], over_ranks[1]:
             renewing = executor.renewing(action) if self.training and executor.plan.num_stages > 1 else nullcontext()
             collecting: AbstractContextManager[None] = nullcontext()
             if statistics is not None:
                 collecting = statistics.collect(microbatch.direction, microbatch.number)
-            with collecting, renewing, executor.context(), deferred, executor.driving(), forward:
+            with collecting, renewing, executor.context(), deferred, executor.driving():
                 outputs = part.module(*arrival.values)
                 part.grid.halo_prefetch.flush()
             del arrival

@@ -164,7 +164,8 @@ class Gatherer:
         with _Watch(self):
             yield
         self._keeps_all = False
-        self.free()
+        with self.comm.together((Refusal,)):  # a rank may see alone that its part was changed by way of `data`
+            self.free()
 
     def free(self) -> None:
         """No parameter is whole any more."""

@@ -210,6 +210,8 @@ class Changing(nn.Linear):
             self.weight[1:, 0].zero_()
         elif self.way == "data":
             self.weight.data.clamp_(-0.01, 0.01)
+        elif self.way == "data of one rank":
+            self.weight.data[-1].zero_()
         elif self.way == "assigned":
             self.weight.data = self.weight.data / 2
 
@@ -218,7 +220,7 @@ class Changing(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("way", ["method", "part", "data", "assigned"])
+@pytest.mark.parametrize("way", ["method", "part", "data", "data of one rank", "assigned"])
 @on_ranks(2)
 def test_a_change_in_place_which_would_be_lost_is_refused(comm: Communicator, way: str) -> None:
     gatherer = gatherer_of(nn.Sequential(model := Changing(way)), comm)

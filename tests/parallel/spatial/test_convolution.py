@@ -1,5 +1,7 @@
 """Convolutions on tiles of many kernels, strides, paddings and groups, also transposed ones, are those of the whole."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -145,6 +147,23 @@ def test_gradients_of_weights_read_no_memory_beside_images(
         for ours, exact in zip(found, expected, strict=True):
             assert ours.dtype == dtype
             torch.testing.assert_close(ours.double(), exact, rtol=0.02, atol=0.02 * exact.abs().max().item())
+
+
+@pytest.mark.parametrize("padding", [1, "same"])
+@pytest.mark.parametrize(("channels", "groups"), [(1, 1), (3, 3)])
+def test_volumes_of_one_slice_read_no_memory_beside_them(channels: int, groups: int, padding: Any) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        x, weight = torch.randn(2, channels, 1, 5, 7), torch.randn(2 * channels, 1, 3, 3, 3)
+    x, weight = (each.bfloat16().to(memory_format=torch.channels_last_3d) for each in (x, weight))
+    exact = [torch.empty(each.shape, dtype=torch.float64).copy_(each) for each in (x, weight)]
+    for _ in range(3):
+        freed = [torch.full((1 << n,), torch.nan, dtype=torch.bfloat16) for n in range(4, 21) for _ in range(8)]
+        del freed
+        found = nn.functional.conv3d(x, weight, padding=padding, groups=groups)
+        expected = nn.functional.conv3d(*exact, padding=padding, groups=groups)
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.05)
 
 
 @pytest.mark.parametrize("count", [1, 2])

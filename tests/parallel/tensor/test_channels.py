@@ -108,6 +108,24 @@ def test_channels_of_a_rank_are_added_in_place_to_all(ranks: Ranks, plan: Plan) 
     check(ranks, Task(Added, (8, 6), styles=(("first", "column"), ("second", "row"))), plan)
 
 
+class Turning(nn.Module):
+    """Turns each image as a small network says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps, self.conv, self.head = nn.Linear(3, 6), nn.Conv2d(3, 4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = F.affine_grid(self.maps(x.mean((2, 3))).view(-1, 2, 3), list(x.shape), align_corners=False)
+        return self.head(self.conv(F.grid_sample(x, places, align_corners=False)).tanh().mean((2, 3)))
+
+
+@pytest.mark.parametrize("plan", [Plan(tensor=2), Plan(data=2), Plan(((1, 2),), tensor=2)], ids=str)
+def test_images_are_turned_by_learnt_maps(ranks: Ranks, plan: Plan) -> None:
+    """In the validation there are fewer of them than replicas."""
+    check(ranks, Task(Turning, (8, 6), styles=(("conv", "column"),) * (plan.tensor > 1)), plan)
+
+
 REFUSED = {
     "channels": ({"squeeze": "column"}, 6, "squeeze has 5 channels, which 6 ranks cannot share"),
     "groups": ({"groups": "column"}, 8, "groups has 6 groups, which 8 ranks cannot share"),

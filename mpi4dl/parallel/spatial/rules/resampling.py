@@ -19,6 +19,7 @@ from mpi4dl.parallel.spatial.alignment import part as part_of
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import gather_axes, gather_dim, plan_halo
 from mpi4dl.parallel.spatial.rules.windows import check_image, described, each, in_plain_dtype
+from mpi4dl.parallel.spatial.sharding import image_dims
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
 
 # Weighted sums of the rows and of the columns of this rank's part of an image, and their adjoint, which is such sums.
@@ -489,8 +490,8 @@ def grid_sample(input: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> Tenso
     else:
         assert isinstance(input, SpatialTensor)
         ranks = input.layout.grid
-        dims = (None, *(dim - 1 for dim in range(input.dim() - len(ranks.space), input.dim())))
-        sizes = [1 if dim is None else grid.shape[dim] for dim in dims]
+        dims = (None, *image_dims(ranks, grid.dim() - 1)[1:])
+        sizes = [1, *(grid.shape[dim] for dim in dims if dim is not None)]
         tiling = Tiling.even(ranks.shape, sizes).replace(BATCH, input.layout.tiling.splits[BATCH].narrow())
         layout = Layout(ranks, tiling, dims)
     if isinstance(image, SpatialTensor) and layout.dims[BATCH] is None:
@@ -507,7 +508,11 @@ def affine_grid(theta: SpatialTensor, size: Sequence[int], align_corners: bool |
     """The places of maps whose batch is cut."""
     if any(dim not in (None, 0) for dim in theta.layout.dims):
         raise refusal("torch.nn.functional.affine_grid", "its maps are spread over ranks by more than the batch")
-    y = F.affine_grid(theta.local, [theta.local.shape[0], *size[1:]], align_corners)
+    maps, space = theta.local, size[2:]
+    if len(maps) == 0:  # which PyTorch refuses
+        y = maps.reshape(0, *(1 for _ in size[1:])).expand(0, *space, len(space))
+    else:
+        y = F.affine_grid(maps, [len(maps), *size[1:]], align_corners)
     return wrap(y, theta.layout)
 
 
