@@ -97,12 +97,15 @@ class RunningStatistics:
                 m.momentum = 1.0  # so that the statistics become those of this microbatch
                 m._buffers["num_batches_tracked"] = torch.zeros((), dtype=torch.long, device=m.running_mean.device)
                 given.append(dict(m._buffers))
-                if is_foreign(m) and not self._streams:
+                hooked = m._forward_pre_hooks or m._forward_hooks
+                if (is_foreign(m) or hooked) and not self._streams:
                     stack.enter_context(patch.object(m, "forward", partial(_tried, m, m.forward, tried)))
             try:
                 yield
             finally:
                 for m, momentum in zip(self.norms, momenta, strict=True):
+                    if m.momentum != 1.0:
+                        tried[m] = [(torch.tensor(torch.inf),) * 3]  # nothing that could follow it
                     m.momentum = momentum
                     row.append(dict(m._buffers))
                     if not _counts(m):  # each use writes once
@@ -119,7 +122,7 @@ class RunningStatistics:
             replaced = any(found[name] is not before[name] for name in STATISTICS)
             written = max(found[name]._version for name in STATISTICS)  # PyTorch does not count its batch norm's writes
             by_itself = not self._streams and (
-                replaced or (_counts(m) and written > 0) or not _is_usual(found, tried.get(m, ()))
+                replaced or (_counts(m) and written > 0) or not _is_usual(m, found, tried.get(m, ()))
             )
             if times > 1 or by_itself or (times == 0 and any(not _same(found[n], m._buffers[n]) for n in STATISTICS)):
                 how = f"is used {times} times on one image" if times > 1 else "writes to its statistics by itself"
@@ -183,7 +186,7 @@ class RunningStatistics:
 def _tried(norm: Any, forward: Callable[..., Any], tried: dict[nn.Module, Any], *args: Any, **kwargs: Any) -> Any:
     """Call `forward` of a norm of the user's, after a call with statistics and a momentum by which its formula shows.
 
-    Both are in `tried` then: the statistics that it was called with, and what it made of them.
+    In `tried` are then the statistics that were there, those that it was called with, and what it made of them.
     """
     random, found = RandomStates.of_process(), dict(norm._buffers)
     given = {name: found[name] + 1 + found[name].abs() for name in STATISTICS}
@@ -192,18 +195,19 @@ def _tried(norm: Any, forward: Callable[..., Any], tried: dict[nn.Module, Any], 
     with torch.no_grad():
         copies = pytree.tree_map_only(Tensor, Tensor.clone, (args, kwargs))
         pytree.tree_map_only(Tensor, local_part, forward(*copies[0], **copies[1]))  # looked at, as norms expect
-    tried[norm] = [(given[name], norm._buffers[name]) for name in STATISTICS]
+    tried[norm] = [(found[name].clone(), given[name], norm._buffers[name]) for name in STATISTICS]
     norm.momentum *= 2
     norm._buffers |= found
     random.put()
     return forward(*args, **kwargs)
 
 
-def _is_usual(found: Mapping[str, Tensor], tried: Sequence[tuple[Tensor, Tensor]]) -> bool:
+def _is_usual(norm: nn.Module, found: Mapping[str, Tensor], tried: Sequence[tuple[Tensor, ...]]) -> bool:
     """Whether a norm that made `found` of its statistics with momentum 1 made their means of others with half of it."""
-    for name, (given, made) in zip(STATISTICS, tried, strict=False):
-        own = found[name]
-        if bool(((given + own) / 2 - made).abs().gt(0.01 * (given.abs() + own.abs())).any()):
+    for name, (begun, given, made) in zip(STATISTICS, tried, strict=False):
+        own, was = found[name], norm.get_buffer(name)
+        off = ((given + own) / 2 - made).abs() > 0.01 * (given.abs() + own.abs())
+        if begun.shape != was.shape or not _same(begun, was) or bool(off.any()):
             return False
     return True
 

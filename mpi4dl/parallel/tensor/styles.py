@@ -437,6 +437,9 @@ def _cuts(path: str, modules: Mapping[str, nn.Module], style: str, num_ranks: in
     yield f"{path}.weight", cut
     if getattr(module, "bias", None) is not None and not is_row:
         yield f"{path}.bias", replace(cut, dim=0)
+    adapter = f"{path}.lora_{'A' if is_row else 'B'}"  # the factor that has these features, too
+    if isinstance(modules.get(adapter), nn.Linear):
+        yield from _cuts(adapter, modules, style, num_ranks)
 
 
 def _cut(

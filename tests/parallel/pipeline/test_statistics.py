@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -157,6 +158,19 @@ class Unseen(nn.BatchNorm2d):
         return nn.functional.batch_norm(x, None, None, training=True)
 
 
+def hooked(momentum: bool) -> nn.Module:
+    norm = nn.BatchNorm2d(CHANNELS)
+
+    def hook(norm: Any, inputs: Any) -> None:
+        if momentum:
+            norm.momentum = 0.01
+        else:
+            norm.running_mean.data.add_(1)
+
+    norm.register_forward_pre_hook(hook)
+    return norm
+
+
 class Averaging(nn.Module):
     """The same in a buffer of its own."""
 
@@ -237,6 +251,14 @@ def twice(kind: Callable[..., nn.Module] = nn.BatchNorm2d) -> nn.Module:
             partial(Replacing, CHANNELS),
             "a Replacing writes to its statistics by itself: the copies of a model that runs in both directions "
             "cannot follow its running statistics; leave out `bidirectional`",
+        ),
+        *(
+            (
+                partial(hooked, momentum),
+                "a BatchNorm2d writes to its statistics by itself: the copies of a model that runs in both directions "
+                "cannot follow its running statistics; leave out `bidirectional`",
+            )
+            for momentum in (False, True)
         ),
         *(
             (

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from mpi4dl import models
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
+from mpi4dl.models.lora import add_lora
 from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.plan import Plan
 from tests.parallel.tensor.test_cut_parameters import FUSED, GROUPED, HEADS, VOCABULARY, build
@@ -288,6 +289,26 @@ def test_a_weight_that_a_model_assigns_is_not_lost_under_zero_3(comm: Communicat
     engine = engine_of(comm, task, replace(ONE_TILE, tensor=2, data=2, zero=3))
     with pytest.raises(Refusal, match="a parameter was changed while the model ran"):
         step(engine, task, 0)
+
+
+def adapted() -> nn.Module:
+    model = build(HEADS, tied=False)
+    add_lora(model, 3, 4.0, ("qkv", "out", "up", "down"))
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(p, std=0.1)
+    return model
+
+
+def names_of_parts(engine: Engine) -> Callable[[], set[str]]:
+    return lambda: set(engine.stages.layouts)
+
+
+def test_adapters_are_cut_as_their_layers(ranks: Ranks) -> None:
+    """With a product of packed or quantized weights, which has no part of a whole one, they generate, too."""
+    outcomes = check(ranks, replace(LANGUAGE, model=adapted), PLANS["tensor 2"], names_of_parts)
+    layers = ("attention.qkv.lora_B", "attention.out.lora_A", "up.lora_B", "down.lora_A")
+    assert {f"blocks.1.{name}.weight" for name in layers} <= outcomes[0].watched
 
 
 class Aside(Student):
