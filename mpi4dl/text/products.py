@@ -32,7 +32,8 @@ MULTIPLES = (ROWS_OF_PRODUCTS, 16, 32, 64)
 MOST_ROWS = 512  # up to which products are tried
 PACKED_ROWS = 1, 2, 4, 8, 12, 16  # that are multiplied: for each number oneDNN keeps a kernel, of 0.5 MB
 BLOCK = PACKED_ROWS[-1]
-OUTPUTS_AT_ONCE = 1024  # of a weight of which an embedding looks up rows, too: it unpacks as many for one
+ENOUGH = [next(many for many in PACKED_ROWS if many >= number) for number in range(BLOCK + 1)]
+OUTPUTS_AT_ONCE = 512  # of a weight of which an embedding looks up rows, too: it unpacks as many for one
 LOGITS_LAYER = "lm_head"  # behind which there is no activation
 
 # PyTorch computes functions such as GELU for 32 elements at once, at most. For the few that are left it has another
@@ -75,6 +76,7 @@ class PackedWeight(ReplacedWeight):
     """
 
     parts: list[Tensor]
+    at_once: int
     fewest_rows: int
     threads: int
     _is_param: bool
@@ -82,7 +84,7 @@ class PackedWeight(ReplacedWeight):
     @staticmethod
     def __new__(cls, weight: Tensor, at_once: int = sys.maxsize, let_go: bool = False) -> "PackedWeight":
         self = Tensor._make_wrapper_subclass(cls, tuple(weight.shape), dtype=weight.dtype, device=weight.device)
-        self.parts = []
+        self.parts, self.at_once = [], at_once
         for part in weight.detach().contiguous().split(at_once):
             self.parts.append(torch.ops.mkldnn._reorder_linear_weight(part, BLOCK))
             if let_go:
@@ -99,21 +101,24 @@ class PackedWeight(ReplacedWeight):
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """x W' + b by the packed product."""
     rows = x.reshape(-1, x.shape[-1])
-    products = [_padded(block, weight, bias) for block in rows.split(BLOCK)]
-    found = products[0] if len(products) == 1 else torch.cat(products)
+    if rows.shape[0] <= BLOCK:
+        found = _padded(rows, weight, bias)
+    else:
+        found = torch.cat([_padded(block, weight, bias) for block in rows.split(BLOCK)])
     return found.view(*x.shape[:-1], found.shape[-1])
 
 
 def embedding(indices: Tensor, weight: PackedWeight, *options: Any, **named: Any) -> Tensor:
     """Rows of the matrix, from the parts that have them. Options of F.embedding are of its gradients."""
-    flat = indices.reshape(-1)
-    if len(flat) and not 0 <= int(flat.min()) <= int(flat.max()) < weight.shape[0]:
-        raise IndexError("index out of range in self")
-    found = torch.empty(len(flat), weight.shape[1])
-    part, row = flat // len(weight.parts[0]), flat % len(weight.parts[0])
-    for number in part.unique().tolist():
-        here = part == number
-        found[here] = weight.parts[number].to_dense()[row[here]]
+    found = torch.empty(indices.numel(), weight.shape[1])
+    places: dict[int, list[int]] = {}
+    flat = indices.reshape(-1).tolist()
+    for place, index in enumerate(flat):
+        if not 0 <= index < weight.shape[0]:
+            raise IndexError("index out of range in self")
+        places.setdefault(index // weight.at_once, []).append(place)
+    for number, own in places.items():
+        found[own] = weight.parts[number].to_dense()[[flat[place] % weight.at_once for place in own]]
     return found.view(*indices.shape, weight.shape[1])
 
 
@@ -121,18 +126,19 @@ PackedWeight.uses = {F.linear: linear, F.embedding: embedding}
 
 
 def _padded(rows: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    number = max(weight.fewest_rows, len(rows))
-    missing = next(enough for enough in PACKED_ROWS if enough >= number) - len(rows)
+    missing = ENOUGH[max(weight.fewest_rows, rows.shape[0])] - rows.shape[0]
     if not missing:
         return _multiply(rows, weight, bias)
     return _multiply(F.pad(rows, (0, 0, 0, missing)), weight, bias)[: len(rows)]
 
 
 def _multiply(rows: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    biases = [None] * len(weight.parts) if bias is None else bias.contiguous().split(len(weight.parts[0]))
+    multiply = torch.ops.mkldnn._linear_pointwise
+    if len(weight.parts) == 1:
+        return multiply(rows, weight.parts[0], bias if bias is None else bias.contiguous(), "none", [], "")
+    biases = [None] * len(weight.parts) if bias is None else bias.contiguous().split(weight.at_once)
     products = zip(weight.parts, biases, strict=True)
-    found = [torch.ops.mkldnn._linear_pointwise(rows, part, own, "none", [], "") for part, own in products]
-    return found[0] if len(found) == 1 else torch.cat(found, -1)
+    return torch.cat([multiply(rows, part, own, "none", [], "") for part, own in products], -1)
 
 
 def fewest_rows(weight: PackedWeight, biased: bool = True) -> int | None:
