@@ -22,8 +22,8 @@ from mpi4dl.parallel.spatial import SpatialTensor
 # On CPUs PyTorch's product of a few rows adds in another order than one of many, so that a request alone would get
 # other last bits than in a batch. Two ways out:
 #
-#     packed    oneDNN's product by a weight in an order of oneDNN's choice: from `fewest_rows` (1 or 2) to 16 rows each
-#               row has the same bits. More rows are multiplied 16 at a time.
+#     packed    oneDNN's product by a weight in an order of oneDNN's choice: from `fewest_rows` (1 or 2) on, each of
+#               `PACKED_ROWS` gives a row the same bits. Zeros fill up to the next; more are multiplied 16 at a time.
 #     padded    PyTorch's own product of a multiple of 8, 16, 32 or 64 rows, the last of which may be zeros. Which of
 #               these it takes depends on the processor and the matrix: it is found out by trying (`rows_of_product`).
 
