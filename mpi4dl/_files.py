@@ -14,7 +14,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from io import BufferedIOBase, BytesIO, FileIO
+from io import BufferedIOBase, BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -49,8 +49,13 @@ def open_regular(path: Path, small_bytes: int = 0) -> BinaryIO:
         raise OSError(None, "it is no regular file, but a pipe, a device or a folder", str(path))
     if not small_bytes or state.st_size > small_bytes:
         return os.fdopen(descriptor, "rb")
-    with FileIO(descriptor) as file:
-        return BytesIO(file.readall())
+    try:
+        content = b""
+        while part := os.read(descriptor, state.st_size - len(content)):
+            content += part
+    finally:
+        os.close(descriptor)
+    return BytesIO(content)
 
 
 def read_regular(path: Path) -> bytes:
