@@ -2,6 +2,7 @@
 
     python -m benchmarks run spatial --model resnet50 --size 1024 --grids 1x2,2x2 --cores 2
     python -m benchmarks run spatial --model unet3d --size 96x96x96 --grids 1x1x2,2x1x1,2x2x1
+    python -m benchmarks run spatial --model amoebanetd --size 512 --grids 2x2 --behind 1 --cores 1
 
 Each grid is a job; they and plain PyTorch in one process take turns. Memory is the peak of the process (of a rank: the
 largest), weights, gradients and all, above one that has imported everything; CPU time and work are those of
@@ -10,6 +11,7 @@ largest), weights, gradients and all, above one that has imported everything; CP
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from benchmarks.common import options as declared
@@ -26,6 +28,7 @@ OPTIONS = (
     Option("--size", GRID, "1024", "of all sides of the images, or of each: 96x96x64"),
     declared.batch_size(1),
     declared.grids("1x2,2x1,2x2"),
+    Option("--behind", int, 0, "pipeline stages without tiles behind that on tiles; microbatches of one image"),
     declared.CORES,
     declared.steps(1),
     declared.rounds(7),
@@ -109,18 +112,23 @@ def engine_step(options: Options, device: Any, comm: Any) -> Callable[[], Any]:
     import torch
 
     from mpi4dl.engine import Engine
+    from mpi4dl.parallel.cut import split
     from mpi4dl.parallel.plan import Plan
 
-    model, size = model_of(options).to(device), size_of(options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    engine = Engine(model, Plan((tuple(options.worker),)), optimizer, loss_of, comm=comm)
-    (read,) = engine.reads(options.batch_size, size)
-    tile = torch.randn(options.batch_size, 3, *(interval.length for interval in read.box.space), device=device)
-    return lambda: engine.step(tile, torch.zeros(options.batch_size), size)
+    size, whole = size_of(options), ((1,) * len(options.worker),) * options.behind
+    plan = Plan((tuple(options.worker), *whole), microbatches=options.batch_size if whole else 1)
+    model = split(partial(model_of, options), plan, comm, image=(1, 3, *size)) if whole else model_of(options)
+    optimizer = torch.optim.SGD(model.to(device).parameters(), lr=0.01)
+    engine = Engine(model, plan, optimizer, loss_of, comm=comm)
+    tiles = [
+        torch.randn(read.box.batch.length, 3, *(interval.length for interval in read.box.space), device=device)
+        for read in engine.reads(options.batch_size, size)
+    ]
+    return lambda: engine.step(tiles, torch.zeros(options.batch_size), size)
 
 
 def run(options: Options) -> None:
-    tiled = [options.contestant(str(grid), math.prod(grid), grid) for grid in options.grids]
+    tiled = [options.contestant(str(grid), math.prod(grid) + options.behind, grid) for grid in options.grids]
     contestants = [options.contestant("plain", 1), *tiled]
     take_turns(contestants, options.rounds)
     rows = [beside_plain(contestant, contestants) for contestant in contestants]

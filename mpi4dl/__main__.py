@@ -1,11 +1,10 @@
 """The command `mpi4dl`, which runs all others: `mpirun -n 4 mpi4dl train --tiles 2x2`, or `python -m mpi4dl train`."""
 
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 
-from mpi4dl._commands import RANK_VARIABLES, REMOVED, USER_ERROR, command_names, front_door, one_message, run_command
+from mpi4dl._commands import REMOVED, USER_ERROR, command_names, front_door, is_first, one_message, run_command
 from mpi4dl._wording import aligned
 
 HELP = ("help", "-h", "--help")
@@ -23,12 +22,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     with one_message():
         if name in ("", *HELP):
-            print(overview(), end="")
+            print(overview() if is_first() else "", end="")
         elif name == "--version":
             print(f"mpi4dl {importlib.import_module('mpi4dl').__version__}")
         else:
-            if all(os.environ.get(variable, "0") == "0" for variable in RANK_VARIABLES):
-                print(f"mpi4dl: {unknown(name)}", file=sys.stderr)  # once for a job
+            if is_first():
+                print(f"mpi4dl: {unknown(name)}", file=sys.stderr)
             sys.exit(USER_ERROR)
 
 

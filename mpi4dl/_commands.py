@@ -12,6 +12,11 @@ SCRIPT = "mpi4dl"
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")  # set by launchers before MPI starts
 
 
+def is_first() -> bool:
+    """Whether this is the only process of a job, or the first one, which says what all would say alike."""
+    return all(os.environ.get(variable, "0") == "0" for variable in RANK_VARIABLES)
+
+
 def command_names() -> list[str]:
     """The names of all commands, without importing them."""
     modules = pkgutil.iter_modules([str(Path(__file__).parent)])

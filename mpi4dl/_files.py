@@ -14,7 +14,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from io import BufferedIOBase
+from io import BufferedIOBase, BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -37,13 +37,25 @@ def checksum(path: Path) -> str:
     return f"{size}-{found:08x}"
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """A file opened for reading. Raises OSError, also for a pipe or a device, at which a reader could wait forever."""
+def open_regular(path: Path, small_bytes: int = 0) -> BinaryIO:
+    """A file opened for reading; one of up to `small_bytes` is in memory.
+
+    Raises OSError, also for a pipe or a device, at which a reader could wait forever.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    state = os.fstat(descriptor)
+    if not stat.S_ISREG(state.st_mode):
         os.close(descriptor)
         raise OSError(None, "it is no regular file, but a pipe, a device or a folder", str(path))
-    return os.fdopen(descriptor, "rb")
+    if not small_bytes or state.st_size > small_bytes:
+        return os.fdopen(descriptor, "rb")
+    try:
+        content = b""
+        while part := os.read(descriptor, state.st_size - len(content)):
+            content += part
+    finally:
+        os.close(descriptor)
+    return BytesIO(content)
 
 
 def read_regular(path: Path) -> bytes:

@@ -1,8 +1,10 @@
-"""A program that reads for `reader_process.py`: lines with a path and a question come in, answers and bytes go out.
+"""A program that reads for `reader_process.py`: lines with a path and a question come in, answers go out.
+
+The bytes of an answer are in a file in memory, which both processes have: of a pipe they would wait for each other.
 
 Some files are kept open. One that was replaced meanwhile is opened anew.
-It is run by its path, with the name of what reads, and imports nothing of the package, so that it starts in a moment.
-It ends when its input does.
+It is run by its path, with the name of what reads and that file's descriptor, and imports nothing of the package, so
+that it starts in a moment. It ends when its input does.
 """
 
 import json
@@ -139,7 +141,7 @@ HEADER_CPU_SECONDS, PART_CPU_SECONDS = 20, 300
 OPENERS: dict[str, Callable[[str], Read]] = {"openslide": slide, "tifffile": tiff, "h5py": features}
 
 
-def main(library: str) -> None:
+def main(library: str, memory: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # damaged files are no crashes to look into
     # Answers go to a copy of stdout: whatever else a library prints goes nowhere.
     answers = os.fdopen(os.dup(1), "wb")
@@ -171,10 +173,12 @@ def main(library: str) -> None:
         except Exception as error:
             # An error of one tile is the slide's for ever after: it is opened anew.
             answer, content = {"error": str(error) or type(error).__name__}, b""
+        with open(memory, "wb", closefd=False) as file:
+            file.seek(0)
+            file.write(content)
         answers.write(json.dumps(answer | {"bytes": len(content)}).encode() + b"\n")
-        answers.write(content)
         answers.flush()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))

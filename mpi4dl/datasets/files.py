@@ -38,15 +38,14 @@ warnings.filterwarnings("ignore", module=r"PIL\.")
 def _open_picture(path: Path, file: BinaryIO) -> Image:
     """An image whose header is read at once, and whose pixels are decoded, all of them, at the first `read`.
 
-    Of a small file all bytes are read at once, so that it is opened once. A larger one is opened again for its pixels.
+    A small file, whose bytes are in memory, is opened once. A larger one is opened again for its pixels.
 
     Raises:
         BadImage: not an image, or larger than Pillow's own limit. Damaged ones raise what Pillow raises.
     """
     try:
-        file.seek(0)
-        small = os.fstat(file.fileno()).st_size <= _SMALL_BYTES
-        image = PIL.Image.open(io.BytesIO(file.read()) if small else file)
+        small = io.BytesIO(file.getvalue()) if isinstance(file, io.BytesIO) else None
+        image = PIL.Image.open(small or file)
         # Not the override for PNG, which decodes all pixels to find what may stand behind them.
         orientation = None if image.format == "TIFF" else PIL.Image.Image.getexif(image).get(TAG)
     except _TOO_LARGE as error:
@@ -55,24 +54,20 @@ def _open_picture(path: Path, file: BinaryIO) -> Image:
     except PIL.UnidentifiedImageError as error:
         reason = "is not an image of a kind that Pillow knows: the file is damaged, or its extension is wrong"
         raise BadImage(path, reason) from error
-    size, opened = image.size, image if small else None
+    size, decoded = image.size, None if small is None else image
 
-    @cache
-    def decoded() -> PIL.Image.Image:
-        if opened is not None:
-            opened.load()
-            found = opened
-        else:
+    def strip(rows: Interval, cols: Interval) -> Pixels:
+        nonlocal decoded
+        if decoded is None:
             # By its path, Pillow 13 maps an uncompressed TIFF that stands on its side with its sides exchanged.
             with path.open("rb") as stream, PIL.Image.open(stream) as found:
                 found.load()
-        if found.size != size:
-            raise BadImage(path, f"has {found.size} pixels where its header says {size}")
-        return found
-
-    def strip(rows: Interval, cols: Interval) -> Pixels:
+            decoded = found
+        decoded.load()
+        if decoded.size != size:
+            raise BadImage(path, f"has {decoded.size} pixels where its header says {size}")
         box = (cols.start, rows.start, cols.stop, rows.stop)
-        return rgb_of_pillow(decoded() if box == (0, 0, *size) else decoded().crop(box))
+        return rgb_of_pillow(decoded if box == (0, 0, *size) else decoded.crop(box))
 
     def read(rows: Interval, cols: Interval) -> Pixels:
         return in_strips(strip, rows, cols, max(1, _STRIP_PIXELS // max(1, cols.length)))
@@ -121,7 +116,7 @@ def open_image(path: Path) -> Image:
         if stored.channels not in (1, 3):
             raise BadImage(path, f"has {stored.channels} channels, and colours have 1 or 3: choose some by `channels`")
         return shown(stored)
-    with blaming(path), open_regular(path) as file:
+    with blaming(path), open_regular(path, _SMALL_BYTES) as file:
         magic = file.read(4)
         if not magic:
             raise BadImage(path, "is empty (0 bytes)")

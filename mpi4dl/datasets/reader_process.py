@@ -5,8 +5,8 @@ them. It answers one thread at a time, and waits for the next one: children take
 """
 
 import contextlib
-import fcntl
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -24,7 +24,7 @@ from mpi4dl.geometry import Interval
 
 LEAVING_SECONDS = 5.0  # for a child in the middle of a tile that nobody wants any more
 
-PIPE_BYTES = 1 << 20  # through which answers come: of the usual 64 KiB both processes wait for each other all the time
+KEPT_BYTES = 1 << 24  # of the memory in which answers come
 
 _PROGRAM = Path(__file__).with_name("child_program.py")
 
@@ -34,18 +34,19 @@ class _Child:
 
     def __init__(self, library: str) -> None:
         self.library = library
+        self.memory = os.memfd_create(library)
         # -P: what lies beside the script is no package of its. A session of its own: signals are for the parent.
         self.process = subprocess.Popen(
-            [sys.executable, "-P", str(_PROGRAM), library],
+            [sys.executable, "-P", str(_PROGRAM), library, str(self.memory)],
+            pass_fds=[self.memory],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self.end = weakref.finalize(self, _end, self.process)  # which ends it with the thread, or the interpreter
+        # Which ends it with the thread, or the interpreter.
+        self.end = weakref.finalize(self, _end, self.process, self.memory)
         assert self.process.stdout is not None
-        with contextlib.suppress(OSError, AttributeError):  # not on every system, and for so many pipes of a user
-            fcntl.fcntl(self.process.stdout, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         missing = json.loads(self.process.stdout.readline() or '"it ended as it began"')
         if missing:
             raise DatasetError(f"{library} cannot be used here: {missing}")
@@ -72,8 +73,12 @@ def ask(library: str, path: Path, wanted: Any = None) -> tuple[dict[str, Any], b
         stdin.flush()
         answer: dict[str, Any] = json.loads(stdout.readline())
         content = bytearray(answer["bytes"])
-        if stdout.readinto(content) != len(content):
-            raise EOFError
+        with open(child.memory, "rb", closefd=False) as file:  # which reads more than 2 GiB too
+            file.seek(0)
+            if file.readinto(content) != len(content):
+                raise EOFError
+        if len(content) > KEPT_BYTES:
+            os.ftruncate(child.memory, 0)
     except BaseException as error:
         code = child.end()  # it may have half of an answer
         if not isinstance(error, OSError | ValueError | EOFError):
@@ -86,12 +91,13 @@ def ask(library: str, path: Path, wanted: Any = None) -> tuple[dict[str, Any], b
     return answer, content
 
 
-def _end(process: "subprocess.Popen[bytes]") -> int:
+def _end(process: "subprocess.Popen[bytes]", memory: int) -> int:
     """Let a child go, which ends when nobody can ask it any more; its exit code."""
     for stream in (process.stdin, process.stdout):
         if stream is not None:
             with contextlib.suppress(OSError):
                 stream.close()
+    os.close(memory)
     try:
         return process.wait(LEAVING_SECONDS)
     except subprocess.TimeoutExpired:

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
+from mpi4dl._commands import is_first
 from mpi4dl._files import read_regular
 from mpi4dl._wording import aligned, printable, quoted
 from mpi4dl.options.kinds import BOOLEAN, Kind, dump
@@ -389,7 +390,8 @@ def parse_options(config_type: type[T], argv: Sequence[str], usage: str, descrip
     """
     topic = asked_topic(argv)
     if topic is not None:
-        print(help_text(config_type, topic, usage, description), end="")
+        shown = help_text(config_type, topic, usage, description)
+        print(shown if is_first() else "", end="")
         sys.exit(0)
     options = options_of(config_type)
     flags = _parse_flags(config_type, list(argv), options)

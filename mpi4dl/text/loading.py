@@ -2,13 +2,15 @@
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from mpi4dl.checkpoints.huggingface import Checkpoint, is_checkpoint
 from mpi4dl.comm import Communicator
@@ -16,6 +18,7 @@ from mpi4dl.datasets.text.tokenizer import BPETokenizer, ByteTokenizer, Pretrain
 from mpi4dl.engine.precision import int8_of
 from mpi4dl.models.experts import Experts
 from mpi4dl.options.declare import ConfigError
+from mpi4dl.options.parts import is_own
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.runs.description import FoundWeights, find_weights, folder_of, hold_trained
 from mpi4dl.text.batcher import Batcher
@@ -207,6 +210,17 @@ def _find_pretrained(comm: Communicator, source: Path) -> Trained:
     return Trained(ModelOptions().with_values(named), tokenizer, FoundWeights(source, ()))
 
 
+class _Undrawn(TorchFunctionMode):
+    """Leaves parameters without their random values: of a model of this package a checkpoint has all of them."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        x = args[0] if args else (kwargs or {}).get("tensor")  # as nn.init passes it on
+        draws = function in (Tensor.normal_, Tensor.uniform_) or getattr(function, "__module__", "") == nn.init.__name__
+        return x if draws and isinstance(x, nn.Parameter) else function(*args, **kwargs or {})
+
+
 def hold_text_model(
     comm: Communicator, trained: Trained, ranks: Ranks, threads: int | None = None
 ) -> tuple[LocalStages, list[str]]:
@@ -217,7 +231,10 @@ def hold_text_model(
     """
     placed = trained.run.with_values(ranks.instead_of(trained.run, threads))
     assembly = placed.assemble(comm, ("model",))
-    stages, remarks = hold_trained(assembly, trained.found, trained.tokenizer.vocabulary, 0)
+    # A model in several stages is compared with the whole one first.
+    undrawn = assembly.plan.num_stages == 1 and not is_own(trained.run.part)
+    with _Undrawn() if undrawn else nullcontext():
+        stages, remarks = hold_trained(assembly, trained.found, trained.tokenizer.vocabulary, 0)
     with comm.together((ValueError,)):
         lower_weights(stages, ranks.precision)
     return stages, [*trained.found.remarks, *remarks]

@@ -33,6 +33,7 @@ MOST_ROWS = 512  # up to which products are tried
 PACKED_ROWS = 1, 2, 4, 8, 12, 16  # that are multiplied: for each number oneDNN keeps a kernel, of 0.5 MB
 BLOCK = PACKED_ROWS[-1]
 ENOUGH = [next(many for many in PACKED_ROWS if many >= number) for number in range(BLOCK + 1)]
+TABLE_BYTES = 1 << 24  # up to which an embedding keeps its own copy of a weight that a linear layer has too
 OUTPUTS_AT_ONCE = 512  # of a weight of which an embedding looks up rows, too: it unpacks as many for one
 LOGITS_LAYER = "lm_head"  # behind which there is no activation
 
@@ -162,13 +163,18 @@ def fewest_rows(weight: PackedWeight, biased: bool = True) -> int | None:
 def pack_weights(stages: LocalStages) -> None:
     """Pack the float32 matrices of linear layers on CPUs, in place, where this machine then gives rows the same bits.
 
-    The plain ones are let go, but for those that other layers than embeddings use too. Of packed ones that are there it
-    is found out again whether they can stay.
+    The plain ones are let go, but for those that other layers use too; of embeddings' only large ones are. Of packed
+    ones that are there it is found out again whether they can stay.
     """
     found = [(m, m._parameters.get("weight")) for m in stages.modules() if isinstance(m, (nn.Linear, nn.Embedding))]
     linear = [(m, weight) for m, weight in found if isinstance(m, nn.Linear) and _can_be_packed(weight)]
     weights = {id(weight) for _, weight in linear}
-    tables = [(m, p) for m, p in found if isinstance(m, nn.Embedding) and m.max_norm is None and id(p) in weights]
+    tables = [
+        (m, p)
+        for m, p in found
+        if isinstance(m, nn.Embedding) and m.max_norm is None and p is not None and id(p) in weights
+        if p.nbytes > TABLE_BYTES
+    ]
     biased = {weight.shape for module, weight in linear if module.bias is not None and weight is not None}
     looked_up = {id(weight) for _, weight in tables}
     fewest: dict[torch.Size, int | None] = {}

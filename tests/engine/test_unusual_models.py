@@ -229,7 +229,7 @@ class Remembering(Net):
 
 def scripted() -> nn.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")  # PyTorch has deprecated it
         return nn.Sequential(torch.jit.script(net()))
 
 

@@ -78,6 +78,14 @@ def test_a_percent_sign_in_a_help_text_is_shown_as_it_is(capsys: pytest.CaptureF
     assert "--num-ovens N how many ovens, 100 % electric (default: 2)" in text
 
 
+def test_one_process_of_a_job_shows_help(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank, shown in (("0", True), ("1", False)):
+        monkeypatch.setenv("PMI_RANK", rank)
+        with pytest.raises(SystemExit):
+            parse_options(House, ["--help"], "house", "Build a house.")
+        assert ("usage" in capsys.readouterr().out) == shown
+
+
 def test_help_is_an_overview_a_group_or_everything(capsys: pytest.CaptureFixture[str]) -> None:
     shown = {}
     for topic in ([], ["kitchen"], ["all"]):

@@ -26,6 +26,11 @@ HERE = torch.backends.mkldnn.is_available() and fewest_rows(PackedWeight(torch.r
 needs_packing = pytest.mark.skipif(not HERE, reason="this machine's oneDNN has no such products")
 
 
+@pytest.fixture(autouse=True)
+def _tables_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "TABLE_BYTES", 0)
+
+
 def hold(comm: Communicator | None = None, dtype: torch.dtype = torch.float32, **options: Any) -> LocalStages:
     torch.manual_seed(0)
     options = {"hidden": 64, "num_heads": 2, **options}
