@@ -159,6 +159,7 @@ def world() -> "Communicator":
         # Backward passes on a GPU run on a thread of autograd's, which may not call such an MPI.
         torch.autograd.set_multithreading_enabled(False)
     comm.node.waits = waits
+    watchdog_thread().near = comm.node.local_size == comm.size and not torch.cuda.is_available()
     return comm
 
 

@@ -15,7 +15,9 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib.util import find_spec
 from os import _exit as exit_now  # as it is before the guard puts its own there
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TextIO
 
 from mpi4dl.comm.requests import Waits
@@ -40,10 +42,10 @@ if TYPE_CHECKING:
 #
 # A rank that failed where all are to hear of it waits for the others too, and its state says how it failed. Where
 # none has ended or failed, all wait for each other, as in different calls. That is looked at for longer, since it is
-# rare, and a GPU at work may look like it.
+# rare: for longest on several machines, where a network may pause, and with GPUs, which at work may look like it.
 
 STUCK_SECONDS = 5.0  # a wait for a small message may take as long on a slow network
-DEADLOCK_SECONDS = 300.0
+DEADLOCK_SECONDS, DEADLOCK_SECONDS_OF_NEAR = 300.0, 20.0
 RANK_STATE, ASKING, BEATING = 3, 4, 5  # tags
 
 
@@ -81,16 +83,17 @@ class ExitNotification:
         self._asked_since = 0.0
         self._question = 0
 
-    def look(self, rank_state: RankState | None) -> Verdict | None:
+    def look(self, rank_state: RankState | None, near: bool) -> Verdict | None:
         """Take part, as long as this rank's state is worth to be told (None: it is at work). Call it now and then.
 
-        Returns a verdict, on rank 0, if the job can never end.
+        Returns a verdict, on rank 0, if the job can never end. `near`: all ranks are on CPUs of one machine.
         """
         if rank_state != self._said:
             self._said = rank_state
             self._tell(rank_state)
         if self.rank == 0:
-            return None if rank_state is None else self._judge()
+            limit = min(DEADLOCK_SECONDS, DEADLOCK_SECONDS_OF_NEAR) if near else DEADLOCK_SECONDS
+            return None if rank_state is None else self._judge(limit)
         while rank_state is not None and self.comm.Iprobe(0, ASKING):
             question = self.comm.recv(source=0, tag=ASKING)
             if not rank_state.ended:
@@ -113,7 +116,7 @@ class ExitNotification:
         else:
             self._standings[rank] = rank_state
 
-    def _judge(self) -> Verdict | None:
+    def _judge(self, deadlock_seconds: float) -> Verdict | None:
         from mpi4py import MPI
 
         status = MPI.Status()
@@ -142,7 +145,7 @@ class ExitNotification:
         if ended:
             return Verdict(_of_ended(ended, stuck, self._standings))
         limited = any(rank_state.limited for rank_state in self._standings.values())
-        if limited or time.monotonic() - self._asked_since < DEADLOCK_SECONDS:
+        if limited or time.monotonic() - self._asked_since < deadlock_seconds:
             return None
         return Verdict(_of_all(stuck, self._standings))
 
@@ -317,7 +320,8 @@ def end_within(seconds: float) -> None:
 LOOK_SECONDS = 1.0
 GRACE_SECONDS = 10.0  # then C ends what a thread of Python cannot
 SETTLING_SECONDS = 1.0  # for the last words of other ranks, whose time is up too
-STACK_FRAMES = 6
+STACK_FRAMES = 8
+HIDDEN = (str(Path(__file__).parent), str(Path(find_spec("torch").origin).parent))  # type: ignore
 SLOW_BYTES_PER_SECOND = 2e7
 
 
@@ -345,7 +349,7 @@ class WatchdogThread(threading.Thread):
     """The thread. `waits` is where this rank waits for others; `ended` says that its program has come to its end.
 
     `failure`, a message and an exit code, is what this rank waits to tell the others. `listens`: whether it ends the
-    job where another rank no longer answers.
+    job where another rank no longer answers. `near`: all ranks are on CPUs of one machine.
     """
 
     def __init__(self) -> None:
@@ -354,6 +358,7 @@ class WatchdogThread(threading.Thread):
         self.ended = False
         self.failure: tuple[str, int] | None = None
         self.listens = False
+        self.near = False
         self._fed: tuple[weakref.ref[Watchdog], float] | None = None
         self._exit_notification: ExitNotification | None = None
         self._heartbeat: Heartbeat | None = None
@@ -403,7 +408,7 @@ class WatchdogThread(threading.Thread):
             return
         self._exit_notification = self._exit_notification or ExitNotification(meeting)
         self._rank_state = self._stand()
-        verdict = self._exit_notification.look(self._rank_state)
+        verdict = self._exit_notification.look(self._rank_state, self.near)
         if self.listens and verdict is None:
             self._heartbeat = self._heartbeat or Heartbeat(meeting)
             watched = self._fed is not None and self._fed[0]() is not None
@@ -424,8 +429,13 @@ class WatchdogThread(threading.Thread):
         if self._rank_state is not None and self._rank_state.since == since:
             return self._rank_state
         frame = sys._current_frames().get(self.waits.thread)
-        place = "".join(traceback.format_stack(frame)[-STACK_FRAMES:])
+        place = "".join(traceback.format_list(_telling(traceback.extract_stack(frame))))
         return RankState(False, since, place, failure=self.failure, limited=self.waits.limited)
+
+
+def _telling(stack: Sequence[traceback.FrameSummary]) -> Sequence[traceback.FrameSummary]:
+    """The last frames of a wait without PyTorch's and those of the wait itself, behind which a user's lines may be."""
+    return ([each for each in stack if not each.filename.startswith(HIDDEN)] or stack)[-STACK_FRAMES:]
 
 
 @cache

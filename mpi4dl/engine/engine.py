@@ -19,7 +19,7 @@ from mpi4dl._randomness import RandomStates
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.comm.allreduce import pick
 from mpi4dl.engine.precision import AUTOCAST, MAX_SKIPPED, LossScaler, lower_precision
-from mpi4dl.engine.runner import BatchFeed, Given, Loss, Runner, Tiles
+from mpi4dl.engine.runner import UNLIKE_TARGETS, BatchFeed, Given, Loss, Runner, Tiles, refuse_unlike
 from mpi4dl.parallel.inputs import Microbatch, Sizes, made_by_jit
 from mpi4dl.parallel.pipeline.decisions import Buffers, hidden_tensors
 from mpi4dl.parallel.pipeline.executor import UNLIKE_DRAWS, Executor
@@ -44,6 +44,7 @@ NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 UNLIKE = (
     "the ranks have different numbers of step hooks of the optimizer: register them on all ranks",
     UNLIKE_DRAWS,
+    UNLIKE_TARGETS,
 )
 Tell = Callable[[], Sequence[float]]
 
@@ -248,7 +249,8 @@ class Engine(Runner):
             raise ValueError("a step was asked for while the weights are their average: leave `averaged()` before it")
         undo = Undo(self.stages, self.executor)
         try:
-            return self._step(BatchFeed(self, Given(tiles, size, microbatches), targets, self.scaler.scale), tell)
+            with self._going_on():
+                return self._step(BatchFeed(self, Given(tiles, size, microbatches), targets, self.scaler.scale), tell)
         except Refusal:
             undo.undo()
             raise
@@ -367,7 +369,7 @@ class Engine(Runner):
         All ranks refuse what is a `problem` of one of them.
         """
         stages = self.plan.num_stages
-        alike = (self._stepping.num_hooks, drawn)
+        alike = (self._stepping.num_hooks, drawn, batch.digest)
         squares = (n**2 for n in alike)
         own = self.groups.squares(stages, batch.total)
         found = torch.tensor([*own, problem is not None, *alike, *squares, *told], dtype=torch.float64)
@@ -376,9 +378,7 @@ class Engine(Runner):
         loss, refused, *rest = found[stages:].tolist()
         if refused:
             self.comm.agree(problem)
-        for total, square, words in zip(rest, rest[len(alike) :], UNLIKE, strict=False):
-            if total**2 != self.comm.size * square:  # their variance is 0 if all ranks have the same
-                raise Refusal(words)
+        refuse_unlike(rest[: 2 * len(alike)], self.comm.size, UNLIKE)
         return loss, norm, tuple(rest[2 * len(alike) :])
 
     def shards(self) -> Iterator[Shard]:

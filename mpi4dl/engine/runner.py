@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.comm.exchange import functions_behind
+from mpi4dl.comm.failure import failing
 from mpi4dl.comm.streams import carried
 from mpi4dl.engine.precision import AUTOCAST
 from mpi4dl.geometry import BATCH, Interval, Split, Tiling, even_cuts
@@ -27,6 +29,7 @@ from mpi4dl.parallel.pipeline.executor import UNLIKE_DRAWS, Executor
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, Part
 from mpi4dl.parallel.pipeline.program import leaves
 from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.replicas.buckets import bits_of
 from mpi4dl.parallel.replicas.optimizer_traits import modules_of
 from mpi4dl.parallel.spatial.sums import owned
 from mpi4dl.parallel.spatial.tensor import local_part
@@ -225,12 +228,36 @@ class Terms(NamedTuple):
     factors: Sequence[float]
 
 
+FEW = 1000  # values of a target by which ranks know that they have the same
+UNLIKE_TARGETS = (
+    "the ranks were given the targets of other batches: pass those of the whole batch on all ranks, skip a batch on "
+    "all of them or on none, and seed the order of samples alike"
+)
+
+
+def refuse_unlike(told: Sequence[float], size: int, words: Sequence[str]) -> None:
+    """Refuse numbers that differ between `size` ranks: `told` are their sums, then those of their squares."""
+    for total, square, why in zip(told, told[len(told) // 2 :], words, strict=False):
+        if total**2 != size * square:  # their variance is 0 if all ranks have the same
+            raise Refusal(why)
+
+
+def digest_of(targets: Sequence[Tensor]) -> int:
+    """A small number that is equal for equal targets; of some of their values on the host."""
+    known = [x.detach() for x in targets if type(x) is Tensor and x.device.type == "cpu" and x.layout is torch.strided]
+    found = 0
+    for x in known:
+        bits = bits_of(x.flatten()[:: x.numel() // FEW + 1])
+        found = crc32(f"{tuple(x.shape)} {x.dtype}".encode() + bits.clone().numpy().tobytes(), found)
+    return found & 0xFFF  # its square, times that of a number of ranks, is exact in float64
+
+
 class BatchFeed(InputFeed):
     """A batch with its targets: what this rank feeds in, and the loss that it finds at the end.
 
     `total` is the loss of the batch on the one rank that counts it, and 0 on others. A loss that knows of sums has a
     term for each of `weights`; the mean over the samples of any other is one term. In training the objective is the
-    loss times `scale`; None: nothing is trained.
+    loss times `scale`; None: nothing is trained. `digest` is equal on ranks that have the same targets.
     """
 
     def __init__(self, runner: "Runner", given: Given, targets: Any, scale: float | None = None) -> None:
@@ -241,6 +268,7 @@ class BatchFeed(InputFeed):
             raise ValueError("there is no loss: pass one to Runner, or call predict()")
         self.targets, self.scale, self.loss_of = targets, scale, runner.loss
         self.total = torch.zeros((), dtype=torch.float64, device=runner.device)
+        self.digest = 0 if runner.plan.local_batches else digest_of(tensors)
         self.summed = runner.loss if isinstance(runner.loss, SummedLoss) else None
         self.weights = [float(self.num_samples)] if self.summed is None else [*self.summed.weights(targets)]
 
@@ -326,7 +354,7 @@ class Found:
     def __init__(self, measures: Measures, whole_batch: bool) -> None:
         self.measures = measures
         self.kept: list[Any] | None = [] if whole_batch else None
-        self.count, self.correct, self.classified = 0, 0, False
+        self.count, self.correct, self.classified, self.digest = 0, 0, False, 0
         self.undefined = 0  # batches with outputs that are not numbers
         self.weights: list[float] = []
         self.sums: Tensor | None = None
@@ -338,6 +366,7 @@ class EvaluationFeed(BatchFeed):
     def __init__(self, runner: "Runner", given: Given, targets: Any, found: Found) -> None:
         super().__init__(runner, given, targets)
         self.found = found
+        found.digest = 31 * found.digest + self.digest & 0xFFF
         found.count += self.num_samples
         found.weights = [a + b for a, b in zip(found.weights or [0.0] * len(self.weights), self.weights, strict=True)]
         if found.sums is None:
@@ -449,6 +478,7 @@ class Runner:
             if precision not in AUTOCAST:
                 raise ValueError(f"precision is {precision!r}, but must be one of {', '.join(AUTOCAST)}")
         self._dtype = AUTOCAST[precision]
+        self._ended_by = "", ""  # the kind of an error, and what it says
         comm.agree(None, plan=plan)  # by which ranks form groups
         self.stages = stages = model if isinstance(model, LocalStages) else LocalStages.whole(model, plan, comm)
         self.device = stages.device
@@ -507,6 +537,25 @@ class Runner:
         with self.comm.together((Refusal,)) if self.plan.local_batches else nullcontext():
             self.executor.run(table, batch, problem)
 
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Within it this rank works with others. If an error ended that, and this rank goes on, others may
+        be there still: all come together first, or the job ends. Collective after an error.
+        """
+        kind, text = self._ended_by
+        if kind:
+            self._ended_by = "", ""
+            why = "rank {} goes on after an error that other ranks did not have, and that left them waiting: {}: {}"
+            with failing(Refusal(why.format(self.comm.rank, kind, text))):
+                kinds = self.comm.all_gather_object(kind)
+            if len(set(kinds)) > 1:
+                raise Refusal(f"the ranks go on after different errors: {', '.join(kinds)}; let the program end")
+        try:
+            yield
+        except Exception as error:
+            self._ended_by = type(error).__name__, str(error)
+            raise
+
     def evaluate(
         self,
         batches: Iterable[tuple[Any, ...]],
@@ -526,7 +575,7 @@ class Runner:
         summed = self.loss if isinstance(self.loss, SummedLoss) else None
         found = Found(Measures(metrics or {}, measured), summed is not None and summed.whole_batch)
         executor.drawn = 0
-        with evaluating(self.stages):
+        with evaluating(self.stages), self._going_on():
             for tiles, targets, *rest in batches:
                 batch = EvaluationFeed(self, Given.of(tiles, size, rest), targets, found)
                 with executor.watching_draws():
@@ -540,14 +589,12 @@ class Runner:
                     assert summed is not None
                     found.sums = torch.stack([x.double() for x in summed.sums(*joined(found.kept))])
         sums = [] if found.sums is None else found.sums.tolist()
-        drawn = executor.drawn
-        told = torch.tensor(
-            [*sums, found.correct, found.undefined, float(found.classified), drawn, drawn**2], dtype=torch.float64
-        )
-        *sums, correct, undefined, classified, drawn, squared = comm.all_reduce(told).tolist()
+        alike = executor.drawn, found.digest
+        told = [*sums, found.correct, found.undefined, found.classified, *alike, *(n**2 for n in alike)]
+        total = comm.all_reduce(torch.tensor(told, dtype=torch.float64)).tolist()
+        *sums, correct, undefined, classified = total[: -2 * len(alike)]
         correct = math.nan if undefined else correct
-        if drawn**2 != comm.size * squared:  # their variance is 0 if all ranks have the same
-            raise Refusal(UNLIKE_DRAWS)
+        refuse_unlike(total[-2 * len(alike) :], comm.size, (UNLIKE_DRAWS, UNLIKE_TARGETS))
         executor.drew_alike()
         # Of nothing that counts it is not a number, as in PyTorch.
         loss = sum(total / weight if weight else math.nan for total, weight in zip(sums, found.weights, strict=True))
@@ -568,7 +615,7 @@ class Runner:
             tiles, count, *rest = (given, len(given)) if isinstance(given, Tensor) else given
             batch = OutputFeed(self, Given.of(tiles, size, rest), count, of, first)
             executor.drawn = 0
-            with evaluating(self.stages), executor.watching_draws():
+            with evaluating(self.stages), self._going_on(), executor.watching_draws():
                 self._run(self._evaluation_table(batch.num_microbatches), batch)
             numbers = Interval(first, first + batch.num_samples)
             first, drawn = numbers.stop, executor.drawn

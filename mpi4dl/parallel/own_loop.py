@@ -47,11 +47,19 @@ from mpi4dl.parallel.replicas.parameter_sums import (
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.halo import gather, gather_axes
 from mpi4dl.parallel.spatial.rules import custom_functions
-from mpi4dl.parallel.spatial.rules.hooks import FunctionOfShares, whole_gradient, whole_gradients
+from mpi4dl.parallel.spatial.rules.hooks import (
+    OF_THE_PART,
+    OF_THE_WHOLE,
+    FunctionOfShares,
+    compare_hooks,
+    runs_hook,
+    whole_gradient,
+    whole_gradients,
+)
 from mpi4dl.parallel.spatial.sharding import from_tile, shard, spread_buffer, spread_evenly
 from mpi4dl.parallel.spatial.tensor import (
+    TO_VALUES,
     SpatialTensor,
-    compare_uses,
     function_name,
     guards,
     in_arguments,
@@ -372,6 +380,9 @@ class _Loop:
                 problem = backward_hook_in(model, comm.size)
             self._refuse(problem)
             facts["weights"] = checksum([*model.parameters(), *model.buffers()])
+        elif known := [p for p in model.parameters() if p.device.type == "cpu" and p.layout is torch.strided]:
+            one = known[comm.num_met % len(known)].detach().flatten()
+            facts["weights"] = checksum([one[:: len(one) // FEW + 1]])
         _compared(comm, facts)
 
     def _compare_draws(self, before: Sequence[int]) -> None:
@@ -384,8 +395,9 @@ class _Loop:
 
 
 UNLIKE = {
-    "places": "ranks {} are in different calls of models, backward passes of outputs, or uses of maps that hooks keep: "
-    "make all of them on all ranks, in the same order (a set has none)",
+    "places": "ranks {} are in different calls of models, backward passes of outputs, or uses of maps that hooks keep, "
+    "of gradients that they see, or of spread outputs: make all of them on all ranks, in the same order (a set has "
+    "none)",
     "modes": "ranks {} call the model in other modes (train or eval, with or without gradients), or train other "
     "parameters: do the same on all ranks",
     "inputs": "ranks {} called the model with other inputs, but tiles are cut of one image that all ranks have: seed "
@@ -589,6 +601,11 @@ def _plain(x: Tensor) -> Tensor:
 
 HOOKS = (Tensor.register_hook, Tensor.retain_grad)
 READS = {"__get__", "__repr__", "__format__", "dim", "size"}
+OF_EACH_RANK = {
+    *OF_THE_WHOLE,
+    *OF_THE_PART,
+    *(getattr(Tensor, name) for name in "detach clone to cpu double float".split()),
+}
 
 
 def _guard(function: Any, args: Sequence[Any], options: dict[str, Any]) -> Callable[[], Any] | None:
@@ -597,7 +614,11 @@ def _guard(function: Any, args: Sequence[Any], options: dict[str, Any]) -> Calla
     There whole tensors are whole outputs, of whose gradients each rank has a share, and those that somebody kept are
     outputs. Refuses what would leave a rank with a part of a gradient.
     """
-    if ForwardPass.now() is not None or torch._C._current_graph_task_id() >= 0:
+    if ForwardPass.now() is not None:
+        if function in TO_VALUES and args[0].layout.grid.loop is not None:
+            _compare_use(args[0].layout.grid, function)
+        return None
+    if torch._C._current_graph_task_id() >= 0 and not runs_hook():
         return None
     first = next((x for x in args if type(x) is SpatialTensor), None)
     if (first is not None and first.layout.grid.loop is None) or getattr(function, "__name__", "") in READS:
@@ -610,7 +631,9 @@ def _guard(function: Any, args: Sequence[Any], options: dict[str, Any]) -> Calla
             return functools.partial(_gradients, *args, **options)
         if function in HOOKS:  # of all uses, within and outside
             return None
-    elif not (plain and any(x.layout.grid.loop == "whole" for x in spread)):
+    elif spread[0].layout.grid.loop is not None and function not in OF_EACH_RANK:
+        _compare_use(spread[0].layout.grid, function)
+    if not any(x.kept for x in spread) and not (plain and any(x.layout.grid.loop == "whole" for x in spread)):
         trained = (x for x in spread if x._local is not None and x._local.requires_grad and torch.is_grad_enabled())
         loops = {x.layout.grid.loop for x in trained}
         if "whole" in loops and function is not Tensor.detach:
@@ -626,12 +649,12 @@ def _guard(function: Any, args: Sequence[Any], options: dict[str, Any]) -> Calla
     return functools.partial(function, *args, **options)
 
 
-def _compare_uses(x: Tensor) -> None:
-    _compared(x.layout.grid.comm, {"places": ("used", tuple(x.shape))})  # type: ignore[attr-defined]
+def _compare_use(grid: Grid, function: Any) -> None:
+    _compared(grid.comm, {"places": function_name(function)})
 
 
 guards.append(_guard)
-compare_uses.append(_compare_uses)
+compare_hooks.append(lambda grid: _compare_use(grid, Tensor.register_hook))
 
 
 def _with_summed_weights(module: nn.Module, inputs: Any) -> None:

@@ -18,6 +18,7 @@ from mpi4dl.engine.precision import INITIAL_SCALE
 from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import NoRule
+from tests.pool.job import mpirun
 from tests.pool.ranks import Ranks, on_ranks
 from tests.support.short_runs import (
     BOTH,
@@ -132,6 +133,78 @@ def test_fp16_gives_up_after_20_steps_without_a_finite_gradient(comm: Communicat
             assert value == 19
         else:
             assert torch.equal(value, begun[name]) == ("running" not in name), name
+
+
+def unlike_targets(comm: Communicator, plan: Plan) -> tuple[list[str], list[Any]]:
+    """Rank 1 has the labels of another batch: in a step, and in the last batch of an evaluation."""
+    model = split(lambda: model_of(SMALL), plan, comm, image=(SMALL.batch, 3, *SMALL.size))
+    engine = Engine(model, plan, torch.optim.SGD(model.parameters(), lr=0.05), F.cross_entropy, comm=comm)
+    images, targets = batch_of(SMALL, 0)
+    others = (targets + comm.rank) % NUM_CLASSES
+    before, found = everything(engine), []
+    for act in (
+        lambda: engine.step(tiles_of(images, engine), others, SMALL.size),
+        lambda: engine.evaluate([(tiles_of(images, engine, False), each) for each in (targets, others)], SMALL.size),
+    ):
+        with pytest.raises(Refusal) as caught:
+            act()
+        found.append(str(caught.value))
+    return found, [before, everything(engine)]
+
+
+@pytest.mark.parametrize("plan", [TILES_1x2, Plan(data=2), Plan(((1, 1), (1, 1)))], ids=str)
+def test_ranks_that_were_given_other_targets_are_refused_together(ranks: Ranks, plan: Plan) -> None:
+    for messages, (before, after) in ranks(2).run(unlike_targets, plan):
+        assert all(message.startswith("the ranks were given the targets of other batches") for message in messages)
+        assert after["model"] == before["model"]
+
+
+@on_ranks(2)
+def test_a_loop_goes_on_after_an_error_that_all_ranks_had(comm: Communicator) -> None:
+    def failing(outputs: Tensor, targets: Tensor) -> Tensor:
+        raise ArithmeticError
+
+    engine = engine_of(comm, SMALL, TILES_1x2)
+    images, targets = batch_of(SMALL, 0)
+    engine.loss = failing
+    with pytest.raises(ArithmeticError):
+        engine.step(tiles_of(images, engine), targets, SMALL.size)
+    engine.loss = F.cross_entropy
+    engine.step(tiles_of(images, engine), targets, SMALL.size)
+
+
+AFTER_AN_ERROR = """
+import torch
+from torch import nn
+from mpi4dl.comm import watchdog, world
+from mpi4dl.engine import Engine
+from mpi4dl.parallel.plan import Plan
+
+watchdog.STUCK_SECONDS, watchdog.LOOK_SECONDS, comm, errors = 0.5, 0.2, world(), [MemoryError("the third step")]
+
+class Model(nn.Sequential):
+    def forward(self, x):
+        if comm.rank and engine.num_steps == 2 and errors:
+            raise errors.pop()
+        return super().forward(x)
+
+model = Model(nn.Conv2d(3, 2, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+engine = Engine(model, Plan(((1, 2),)), optimizer, nn.functional.cross_entropy, comm=comm)
+for number in range(9):
+    try:
+        engine.step(torch.randn(2, 3, 8, 4), torch.tensor([0, 1]), (8, 8))
+    except MemoryError:
+        pass
+"""
+
+
+def test_a_loop_that_goes_on_after_an_error_of_one_rank_ends() -> None:
+    """The others are still in that step: their messages must not meet those of the next one."""
+    job = mpirun(2, "-c", AFTER_AN_ERROR)
+    assert job.code == 2
+    assert "rank 1 goes on after an error that other ranks did not have" in job.stderr
+    assert "MemoryError: the third step" in job.stderr
 
 
 def alike(comm: Communicator) -> tuple[nn.Module, torch.optim.Optimizer]:

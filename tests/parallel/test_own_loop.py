@@ -24,7 +24,7 @@ import mpi4dl
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel.own_loop import Tiles, checksum
 from mpi4dl.parallel.spatial import NoRule, SpatialTensor
-from tests.parallel.own_loops import LOOPS, Dense, Network, Wrap, batches, made
+from tests.parallel.own_loops import LOOPS, Dense, Network, Wrap, batches, made, sgd
 from tests.pool.ranks import Ranks, on_ranks
 
 GRIDS = {"1x2": ("1x2", 1), "2x2": ("2x2", 1), "data2": ("1x1", 2), "1x2-data2": ("1x2", 2)}
@@ -220,6 +220,16 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
             model.head.bias.data.add_(1)
         model(images)
 
+    @refused_with("Refusal: the parameters or buffers of ranks 0 and 1 differ")
+    def clipped_on_one_rank(wrap: Wrap) -> None:
+        model = wrap(made())
+        optimizer = sgd(model)
+        for number in range(6):
+            model(images).sum().backward()
+            if comm.rank and number == 4:
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+
     @refused_with("Refusal: the ranks computed other losses of the same outputs")
     def another_head(wrap: Wrap) -> None:
         model = wrap(made())
@@ -271,6 +281,38 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
         if comm.rank:
             kept[0].numpy()
         model(images)
+
+    @refused_with(
+        "Refusal: ranks 0 and 1 are in different calls of models, backward passes of outputs, or uses of maps"
+    )
+    def a_sum_of_a_gradient_on_one_rank(wrap: Wrap) -> None:
+        model, kept = wrap(made()), list[Tensor]()
+        model.again.register_forward_hook(lambda module, inputs, output: output.register_hook(kept.append) and None)
+        model(images).sum().backward()
+        if comm.rank:
+            kept[0].abs().mean()
+        model(images)
+
+    @refused_with(
+        "Refusal: ranks 0 and 1 are in different calls of models, backward passes of outputs, or uses of maps"
+    )
+    def a_hook_on_one_rank(wrap: Wrap) -> None:
+        model, kept = wrap(made()), list[Tensor]()
+        model.head.register_forward_pre_hook(lambda module, inputs: kept.append(inputs[0]))
+        if comm.rank:
+            model.head.register_forward_pre_hook(lambda module, inputs: inputs[0].retain_grad())
+        model(images).sum().backward()
+        model(images)
+
+    @refused_with(
+        "Refusal: ranks 0 and 1 are in different calls of models, backward passes of outputs, or uses of maps"
+    )
+    def a_spread_output_on_one_rank(wrap: Wrap) -> None:
+        y = mpi4dl.parallelize(made(Dense), (1, comm.size), outputs="spread", comm=comm)(images)
+        assert y.detach().shape == y.shape
+        if comm.rank:
+            y.argmax(1)
+        y.square().mean().backward()
 
     @refused_with("Refusal: unused of the model is cut by fully_shard or as a DTensor")
     def sharded(wrap: Wrap) -> None:
@@ -439,7 +481,7 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
         cut = tiles.cut(images.clone().requires_grad_())
         (cut * cut).mean().backward()
 
-    assert len(found) == 32
+    assert len(found) == 36
     assert {name: message for name, (words, message) in found.items() if not message.startswith(words)} == {}
 
 

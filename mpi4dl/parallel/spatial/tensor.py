@@ -140,7 +140,6 @@ open_flat_dims: list[Callable[[Any], Tensor]] = []  # set by `halo`: a tensor wi
 without_rule: list[Callable[..., Any]] = []  # set by `gathering`: computes a function whole, where it has no rule
 # Set by `own_loop`: it may refuse a call, or tell what is called instead.
 guards: list[Callable[[Any, Sequence[Any], dict[str, Any]], Callable[[], Any] | None]] = []
-compare_uses: list[Callable[[Tensor], None]] = []  # in own loops, before what is whole to a user is gathered
 substitutes: list[Callable[..., Any]] = []  # the last one is called with a function, its rule, and their arguments
 
 # Other names that PyTorch has for its functions, and those by which rules know them.
@@ -634,8 +633,6 @@ def _may_gather(function: Any, args: Sequence[Any], options: dict[str, Any]) -> 
     if (forward_pass.get() is None or function in TO_VALUES) and all(
         x.layout.grid.loop == "whole" and not x.requires_grad for x in spread
     ):
-        for x in spread[:1]:
-            compare_uses[0](x)
         return bool(spread)
     return bool(spread) and all(
         dim is None or x.layout.grid.shape[axis] == 1 for x in spread for axis, dim in enumerate(x.layout.dims)

@@ -52,6 +52,8 @@ SPREAD = {
     "channels by a mask": lambda x: x[:, torch.tensor([True, False, False, True]), 1:],
     "channels and rows": lambda x: x[:, [1, 3], :, 2:4],
     "two dims by lists": lambda x: x.unflatten(1, (2, 2))[:, [0, 1, 1], [1, 0, 1]],
+    "a list of slices": lambda x: x[[slice(None), slice(1, 3), None]],
+    "two dims by a list of lists": lambda x: x.transpose(0, 1).unflatten(0, (2, 2))[[[0, 1, 1], [1, 0, 1]]],
     "the batch, and a new dim": lambda x: x[[2, 0, 1], ..., None, :],
 }
 WHOLE = {

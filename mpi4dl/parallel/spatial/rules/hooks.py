@@ -27,6 +27,7 @@ from mpi4dl.parallel.spatial.halo import gather_axes, retile
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
 
 Hook = Callable[[Tensor], Tensor | None]
+compare_hooks: list[Callable[[Grid], None]] = []  # set by `own_loop`: all ranks call a hook, or none
 _register_hook, _retain_grad, _data = Tensor.register_hook, Tensor.retain_grad, vars(torch._C.TensorBase)["data"]
 
 
@@ -45,6 +46,8 @@ class Gradient:
         """The whole gradient, spread as the tensor is, from this rank's share of it."""
         if running_forward:
             raise Refusal(WITHIN)
+        if self.layout.grid.loop is not None:
+            compare_hooks[0](self.layout.grid)
         if self.layout.wide:
             halo = self.layout.narrow.exchange_to(self.layout.tiling)
             share = halo.adjoint.bring(share)
@@ -78,7 +81,12 @@ class Gradient:
         """The function for autograd on this rank with which `hook` sees the whole."""
 
         def run(share: Tensor) -> Tensor | None:
-            changed = hook(self.whole(share))
+            whole = self.whole(share)
+            _here.hooks += 1
+            try:
+                changed = hook(whole)
+            finally:
+                _here.hooks -= 1
             return None if changed is None else self.part(changed, share)
 
         return run
@@ -121,11 +129,17 @@ class whole_gradients:
         return bool(_here.of_copies)
 
 
+def runs_hook() -> bool:
+    """Whether a hook of a user's sees a gradient here."""
+    return _here.hooks > 0
+
+
 class _Contexts(threading.local):
-    """The layouts of the contexts that this thread is in."""
+    """The layouts of the contexts that this thread is in, and how many hooks of users."""
 
     def __init__(self) -> None:
         self.of_copies: list[Layout] = []
+        self.hooks = 0  # of users, that run
 
 
 _here = _Contexts()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -415,10 +416,17 @@ def _of_flat(x: SpatialTensor, flat: Flat, start: int, stop: int, step: int) -> 
     return copied(entries_on_all(x, dim, start, stop, step), x)
 
 
+def _parts(index: Any) -> list[Any]:
+    """What an index has for each dim. PyTorch takes some lists for tuples: x[[slice(2), None]], x[[[0, 1], [1, 2]]]."""
+    each = Tensor | slice | EllipsisType | Sequence | None
+    listed = isinstance(index, list) and len(index) < 32 and any(isinstance(i, each) for i in index)
+    return list(index) if isinstance(index, tuple) or listed else [index]
+
+
 @register(Tensor.__getitem__, flat=True)
 def getitem(input: Tensor, index: Any) -> Tensor:
     """Integers, slices, None and `...`, then what lists and tensors of indices choose."""
-    indices = list(index) if isinstance(index, tuple) else [index]
+    indices = _parts(index)
     if not isinstance(input, SpatialTensor) or any(isinstance(i, SpatialTensor) for i in indices):
         return look_up(input, indices)
     indices, lists = _parted(input, indices)
@@ -530,7 +538,7 @@ def setitem(input: Tensor, index: Any, value: Any) -> None:
             raise refusal("Tensor.__setitem__", "which pixel gets which value depends on the mask")
         input.masked_fill_(index[(...,) + (None,) * (input.dim() - index.dim())], value)
         return
-    indices = list(index) if isinstance(index, tuple) else [index]
+    indices = _parts(index)
     lists: dict[int, Tensor] = {}
     if not any(isinstance(i, SpatialTensor) for i in indices):
         number = not isinstance(value, Tensor) or value.dim() == 0
