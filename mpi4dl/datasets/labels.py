@@ -18,7 +18,7 @@ class LabelForm:
     Attributes:
         task: the name of the task.
         where: where labels of images are written, for errors.
-        looks_like: whether a label, a tensor, is of this form; the first form that says so is that of a dataset that
+        may_be: whether a label, a tensor, may be of this form; the first form that says so is that of a dataset that
             does not name its task.
         in_folders: whether folders of images can tell them; in_tables: whether a table can have them.
         columns: the columns of a table that they are, in this order; empty: any.
@@ -34,7 +34,7 @@ class LabelForm:
 
     task: str
     where: str
-    looks_like: Callable[[torch.Tensor], bool] = lambda label: False
+    may_be: Callable[[torch.Tensor], bool] = lambda label: True
     in_folders: bool = False
     in_tables: bool = True
     columns: tuple[str, ...] = ()
@@ -69,17 +69,24 @@ FORMS: Mapping[str, LabelForm] = {
         LabelForm(
             "multilabel",
             _TABLE,
-            lambda label: label.dim() == 1 and not label.is_floating_point() and {*label.tolist()} <= {0, 1},
+            lambda label: label.dim() == 1 and {*label.tolist()} <= {0, 1},
             named_by_column=True,
             wrong=lambda column, number: "" if number in (0, 1) else "multilabel needs 0 or 1",
             have_means=True,
         ),
         LabelForm("regress", _TABLE, lambda label: label.dim() < 2, named_by_column=True, have_means=True),
-        LabelForm("survival", _TABLE, columns=SURVIVAL, classes=("risk",), wrong=_wrong_survival),
+        LabelForm(
+            "survival",
+            _TABLE,
+            lambda label: label.numel() == 2,
+            columns=SURVIVAL,
+            classes=("risk",),
+            wrong=_wrong_survival,
+        ),
         LabelForm(
             "segment",
             "expected images/NAME.png and masks/NAME.png, or such folders below train and val",
-            lambda label: True,
+            lambda label: label.dim() >= 2,
             in_folders=True,
             in_tables=False,
             files="mask",
@@ -89,6 +96,7 @@ FORMS: Mapping[str, LabelForm] = {
             "image",
             "expected inputs/NAME.png and targets/NAME.png, such folders below train and val, or a table with columns "
             "image and target",
+            lambda label: label.dim() >= 2,
             in_folders=True,
             in_tables=False,
             files="target",

@@ -28,11 +28,13 @@ from mpi4dl.geometry import Interval
 # A dataset as PyTorch's DataLoader takes it, sample by sample: whole images, of which boxes are cut.
 
 MOST_CHANNELS = 4
+IMAGES, TARGETS = ("image", "img", "pixel_values"), ("label", "labels", "target", "mask")  # keys of a mapping
 _KEPT = 4  # samples, of which the label was asked for and the image comes next
 
 
 class MappedSamples:
-    """`whole[index]` is (image, target), or a mapping with "image" and "label", as MONAI and Hugging Face have it.
+    """`whole[index]` is (image, target), or a mapping with one of `IMAGES` and one of `TARGETS`, as MONAI,
+    Albumentations and Hugging Face have it.
 
     Random parts of it are drawn by a key, alike on all ranks, in the main thread: see randomness.py.
 
@@ -92,11 +94,15 @@ class MappedSamples:
     def _load(self, index: int, key: tuple[int, ...]) -> tuple[npt.NDArray[Any], Any]:
         with self.randomness.seeded(*key, index):
             found = self._whole[index]
-            if isinstance(found, Mapping) and {"image", "label"} <= set(found):
-                found = (found["image"], found["label"])
+            if isinstance(found, Mapping):
+                keys = [[key for key in names if key in found] for names in (IMAGES, TARGETS)]
+                found = tuple(found[first] for (first,) in keys) if [*map(len, keys)] == [1, 1] else found
             if not isinstance(found, tuple | list) or len(found) != 2:
                 what = f"{len(found)} things" if isinstance(found, tuple | list) else f"a {type(found).__name__}"
-                raise DatasetError(f"the dataset {self._kind} gives {what} as sample {index}: expected (image, target)")
+                mapping = f"a mapping with one of {', '.join(IMAGES)} and one of {', '.join(TARGETS)}"
+                raise DatasetError(
+                    f"the dataset {self._kind} gives {what} as sample {index}: expected (image, target), or {mapping}"
+                )
             return self._pixels(found[0], index), self._target(found[1], index)
 
     def _pixels(self, found: Any, index: int) -> npt.NDArray[Any]:
@@ -148,6 +154,7 @@ class _Sample(WholeImage):
 
 FACE = ("__len__", "label", "image", "channels")
 _LOOKED_AT = 3
+LONGEST = 200  # characters of a label in an error
 _LOOKED_PX = 64  # along each axis, at three places of an image that is read box by box
 _LOOKS = 4  # at each sample
 _UNREADABLE = (OSError, EOFError, SyntaxError, zlib.error)  # what decoders raise of damaged files
@@ -157,13 +164,14 @@ class OwnDataset(Whole):
     """A dataset of the user's; a sample without a name is called by its number.
 
     The task is the dataset's `task`, or follows from the form of a label. An integer is a class, integers of 0 and 1
-    are multilabel, floating point is regression, and two dims or more are a mask.
+    are multilabel, floating point is regression, and two dims or more are a mask. `asked` is the task by the option, or
+    auto: labels must be for that, and floating point of 0 and 1 is asked about.
 
     Raises:
         DatasetError: it lacks a part of what `base.Dataset` names, has no samples, or gives something else for them.
     """
 
-    def __init__(self, whole: Any) -> None:
+    def __init__(self, whole: Any, asked: str | None = None) -> None:
         self.kind = type(whole).__name__
         self.remarks: tuple[str, ...] = ()
         patient = getattr(whole, "patient", None)
@@ -192,7 +200,7 @@ class OwnDataset(Whole):
         self._randomness: DatasetRandomness = whole.randomness if mapped else DatasetRandomness(whole)
         self.channels: int = whole.channels
         self._shape: tuple[int, ...] | None = None
-        self.task = self._task()
+        self.task = self._task(asked)
         self.classes: tuple[str, ...] = self._classes()
         if len({self.print() for _ in range(_LOOKS)}) > 1:
             raise DatasetError(
@@ -307,18 +315,36 @@ class OwnDataset(Whole):
         found = self._given(self.whole.image, index)
         return _OwnImage(found, f"{self.kind}[{self.name(index)}]", self.channels, partial(self._seeded, index))
 
-    def _task(self) -> str:
-        asked = getattr(self.whole, "task", None)
-        if asked is not None and asked not in FORMS:
-            raise DatasetError(f"the dataset {self.kind} is for {asked!r}: its task must be one of {', '.join(FORMS)}")
+    def _task(self, asked: str | None) -> str:
+        declared = asked if asked in FORMS else getattr(self.whole, "task", None)
+        if declared is not None and declared not in FORMS:
+            raise DatasetError(
+                f"the dataset {self.kind} is for {declared!r}: its task must be one of {', '.join(FORMS)}"
+            )
+        labels: list[torch.Tensor] = []
         for index in range(min(_LOOKED_AT, len(self))):
             with suppress(BadImage):
                 found = self.label(index)
-                if asked is not None or hasattr(found, "read"):
-                    return asked or "segment"
-                label = self._numbers(found, index)
-                return next(form.task for form in FORMS.values() if form.looks_like(label))
-        return asked or "classify"
+                if hasattr(found, "read"):
+                    return declared or "segment"
+                labels.append(self._numbers(found, index))
+        one = labels[0] if labels else torch.zeros((), dtype=torch.int64)
+        what = (
+            f"the dataset {self.kind} has labels of {one.dtype} and shape {tuple(one.shape)}, such as {one.tolist()!r}"
+        )
+        if declared is not None:
+            if not all(map(FORMS[declared].may_be, labels)):
+                raise DatasetError(
+                    f"{what[:LONGEST]}, which are none for `task` {declared}: classes are whole numbers from 0 on, "
+                    "labels of several classes 0 or 1 for each"
+                )
+            return declared
+        if asked is not None and one.is_floating_point() and all({*x.flatten().tolist()} <= {0, 1} for x in labels):
+            raise DatasetError(
+                f"{what[:LONGEST]}, which may be classes or amounts: say `task` multilabel or regress, or give classes "
+                "as whole numbers"
+            )
+        return next(form.task for form in FORMS.values() if form.may_be(one))
 
     def _classes(self) -> tuple[str, ...]:
         """The user's, or numbers where the labels say how many there are; () if nobody does."""
@@ -405,12 +431,12 @@ class _OwnImage:
         return found, drawn or []
 
 
-def adapt(found: Any) -> OwnDataset | tuple[OwnDataset, OwnDataset]:
-    """A dataset, or a pair of them to train on and to validate with. Raises DatasetError."""
+def adapt(found: Any, asked: str | None = None) -> OwnDataset | tuple[OwnDataset, OwnDataset]:
+    """A dataset, or a pair of them to train on and to validate with, for the `asked` task. Raises DatasetError."""
     if type(found) in (tuple, list):  # a dataset of one's own may well be a list of its samples
         if len(found) != 2:
             raise DatasetError(f"{len(found)} datasets: expected one, or a pair to train on and to validate with")
-        training, validation = OwnDataset(found[0]), OwnDataset(found[1])
+        training, validation = OwnDataset(found[0], asked), OwnDataset(found[1], asked)
         for name in ("channels", "task", "classes"):
             mine, theirs = getattr(training, name), getattr(validation, name)
             if mine != theirs:
@@ -419,7 +445,7 @@ def adapt(found: Any) -> OwnDataset | tuple[OwnDataset, OwnDataset]:
                     f"{name} {mine} and {theirs}: they must be alike"
                 )
         return training, validation
-    return OwnDataset(found)
+    return OwnDataset(found, asked)
 
 
 def _sized(shape: Sequence[int]) -> str:

@@ -103,7 +103,7 @@ class TrainedModel(Predictor):
                 self.comm, model.trained, self.folder, source, given.columns, others is not None, asked.part
             )
         else:
-            found = self._adapted(images)
+            found = self._adapted(images, self.about.task)
             self.comm.agree(difference(found, self.about))
         if out is not None:
             self.comm.from_first(lambda: require_writable(Path(out)))
@@ -130,9 +130,9 @@ class TrainedModel(Predictor):
             return self
         return Predictor(self.source, self.chosen, self.comm, framed)
 
-    def _adapted(self, images: Any) -> Named:
+    def _adapted(self, images: Any, task: str | None = None) -> Named:
         with self.comm.together((ValueError, OSError)):
-            found = datasets.adapt(images)
+            found = datasets.adapt(images, task)
             if isinstance(found, tuple):
                 raise ValueError("`images` is a pair of datasets: pass one of them")
         self.comm.agree(None, **{"the number of images": len(found)})

@@ -448,7 +448,7 @@ class OwnSource(DataSource):
                 if in_two
                 else call("dataset", part, **options)
             )
-        found = datasets.adapt(made)
+        found = datasets.adapt(made, self.data.task)
         if isinstance(found, tuple):
             return found
         return split(found, self.data.val_fraction, self.seed, validating or {}, validates=self.validates)

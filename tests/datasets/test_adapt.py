@@ -83,6 +83,29 @@ def test_datasets_of_pytorch_and_torchvision(tmp_path):
     assert batch.errors[2].startswith("ImageFolder[2]: cannot be read: cannot identify image file")
 
 
+@pytest.mark.parametrize(
+    ("targets", "asked", "found"),
+    [
+        (torch.tensor([[0.0, 1.0], [1.0, 0.0]]), "auto", "such as \\[0.0, 1.0\\], which may be classes or amounts"),
+        (torch.tensor([1.0, 0.0]), "auto", "such as 1.0, which may be classes or amounts"),
+        (torch.tensor([1.0, 0.5]), "auto", "regress"),
+        (torch.tensor([[0.0, 1.0], [1.0, 0.0]]), "multilabel", "multilabel"),
+        (torch.tensor([[0.0, 1.0], [1.0, 0.0]]), "regress", "regress"),
+        (torch.tensor([[0.0, 1.0], [1.0, 0.0]]), "classify", "which are none for `task` classify"),
+        (torch.tensor([[0.0, 1.0], [1.0, 0.5]]), "multilabel", "which are none for `task` multilabel"),
+        (torch.tensor([[7.0, 1.0], [9.0, 0.0]]), "survival", "survival"),
+        (torch.tensor([1, 0]), "segment", "which are none for `task` segment"),
+    ],
+)
+def test_labels_are_for_the_task(targets, asked, found):
+    samples = TensorDataset(torch.rand(2, 3, *SIZE), targets)
+    if " " not in found:
+        assert adapt(samples, asked).task == found
+        return
+    with pytest.raises(DatasetError, match=found):
+        adapt(samples, asked)
+
+
 class Masks:
     """As OxfordIIITPet and VOCSegmentation give them: pictures of Pillow, a mask of the image's own size."""
 
@@ -92,7 +115,7 @@ class Masks:
     def __getitem__(self, index):
         mask = np.full((9 + index, 12), 255, np.uint8)
         mask[2:6, 3:9] = index
-        return {"image": PIL.Image.new("RGB", mask.shape[::-1]), "label": PIL.Image.fromarray(mask)}
+        return {"img": PIL.Image.new("RGB", mask.shape[::-1]), "mask": PIL.Image.fromarray(mask)}
 
 
 def test_masks_of_pillow():

@@ -247,7 +247,7 @@ def test_black_and_white_masks_are_asked_about(root):
         with PIL.Image.open(path) as image:
             mask = np.asarray(image) // 2
         PIL.Image.fromarray(mask).save(path)
-    with pytest.raises(DatasetError, match="masks hold 0, 127, .* write 0 to 1, or say `num_classes` 128"):
+    with pytest.raises(DatasetError, match=r"masks hold 0, 127, .* write 0 to 1, or say `num_classes` 128"):
         open_files(root)
     assert len(open_files(root, num_classes=128).classes) == 128
 
