@@ -392,8 +392,14 @@ class MaskedFiles(PairedFiles):
         found = self._values([i for i, row in enumerate(self.rows) if row.split in ("", "train")])
         if self._ignored is None and found in _BLACK_AND_WHITE:
             return 2
-        most = max((value for value in found if value != self._ignored), default=0)
-        return max(2, most + 1)
+        classes = sorted(found - {self._ignored})
+        count = max(2, max(classes, default=0) + 1)
+        if classes and 2 * len(classes) < count:
+            raise DatasetError(
+                f"{self.annotations.path(0).parent}: masks hold {some([*map(str, classes)])}, and classes are numbered "
+                f"from 0 on: write 0 to {len(classes) - 1}, or say `num_classes` {count} if other masks have the others"
+            )
+        return count
 
 
 def open_files(

@@ -116,7 +116,7 @@ class CsvTable:
         names_files: whether a column of this name may name files. It tells which delimiter a table has.
         layout: what a table looks like, for errors.
         rows_of: what lines are about, for errors.
-        numbered: whether the first column may have no name, as one with the numbers of lines has none.
+        numbered: whether the first column may have no name also where it does not number lines.
 
     Attributes:
         header_line: the line of the names of columns, from 1.
@@ -154,6 +154,7 @@ class CsvTable:
         header = [name.casefold() if name.casefold() in known else name for name in header]
         times = Counter(name.casefold() for name in header)
         twice = next((name for name in header if times[name.casefold()] > 1), None)
+        numbered = numbered or all(row[0].isdecimal() for _, row in self._rows)  # as pandas numbers lines
         if "" in header[numbered:] or twice is not None:
             what = f"two columns {twice!r}" if twice else "a column without a name"
             raise DatasetError(f"{path}, line {self.header_line}: has {what}; {layout}")

@@ -62,7 +62,7 @@ def write(folder: Path, text: str) -> Path:
         ("file,gone\na/1.png,1\nb/1.png,0\n", None, "classify", ("0", "1"), [1, 0]),
         ("file,grade\na/1.png,1_1\nb/1.png,1_2\n", None, "classify", ("1_1", "1_2"), [0, 1]),
         ("sep=;\nslide_id;patient;dose;\na/1;7;1,5;\n3;8;0,25;\n;;;\n", None, "regress", ("dose",), [(1.5,), (0.25,)]),
-        ("case_id,slide_id,label\np,a/1,x\np,3,y\n", None, "classify", ("x", "y"), [0, 1]),
+        (",case_id,slide_id,label\n5,p,a/1,x\n0,p,3,y\n", None, "classify", ("x", "y"), [0, 1]),
         ("patient,file,event,time\n1,a/1,TRUE,1\n2,3,FALSE,2\n", None, "survival", ("risk",), [(1.0, 1.0), (2.0, 0.0)]),
         ("Event,path,Time\n1,a/1.png,37\n0,b/1,0\n", None, "survival", ("risk",), [(37.0, 1.0), (0.0, 0.0)]),
     ],

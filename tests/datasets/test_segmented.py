@@ -243,6 +243,13 @@ def test_black_and_white_masks_are_asked_about(root):
     folder = open_files(root, ignore_index=None)
     assert folder.classes == ("0", "1")
     assert np.unique(folder.label(0).read(Interval(0, 20), Interval(0, 20))).tolist() == [0, 1]
+    for path in (root / "masks").iterdir():
+        with PIL.Image.open(path) as image:
+            mask = np.asarray(image) // 2
+        PIL.Image.fromarray(mask).save(path)
+    with pytest.raises(DatasetError, match="masks hold 0, 127, .* write 0 to 1, or say `num_classes` 128"):
+        open_files(root)
+    assert len(open_files(root, num_classes=128).classes) == 128
 
 
 @pytest.mark.parametrize(
