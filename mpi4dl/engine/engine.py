@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from mpi4dl.parallel.pipeline.decisions import Buffers, hidden_tensors
 from mpi4dl.parallel.pipeline.executor import UNLIKE_DRAWS, Executor
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.replicas import GradientHook, ReadShard, ReplicaGroup, ReplicaGroups, Shard, Stepping, trainable
-from mpi4dl.parallel.replicas.buckets import assemble, bucket_bytes_on
+from mpi4dl.parallel.replicas.buckets import assemble, bucket_bytes_on, digest_of
 from mpi4dl.parallel.replicas.groups import PartsOf, disagreement
 from mpi4dl.parallel.replicas.optimizer_traits import (
     StepUnit,
@@ -45,7 +46,18 @@ UNLIKE = (
     "the ranks have different numbers of step hooks of the optimizer: register them on all ranks",
     UNLIKE_DRAWS,
     UNLIKE_TARGETS,
+    "the ranks have different learning rates or other settings of the optimizer: change them, and let schedulers step, "
+    "on all ranks alike",
 )
+UNLIKE_WEIGHTS = (
+    "ranks have different values of the same weights or buffers: change them, as by load_state_dict or a call of the "
+    "model itself, on all ranks alike"
+)
+UNLIKE_LOSSES = (
+    "the ranks computed other losses of the same outputs: give the loss the same settings on all ranks, such as "
+    "weights of classes"
+)
+UNLIKE_SHARE = 1e-3  # of a loss, which kernels of GPUs do not change
 Tell = Callable[[], Sequence[float]]
 
 
@@ -369,17 +381,37 @@ class Engine(Runner):
         All ranks refuse what is a `problem` of one of them.
         """
         stages = self.plan.num_stages
-        alike = (self._stepping.num_hooks, drawn, batch.digest)
+        settings = crc32(repr([options_of(group) for group in self.optimizer.param_groups]).encode()) & 0xFFF
+        alike = (self._stepping.num_hooks, drawn, batch.digest, settings)
         squares = (n**2 for n in alike)
-        own = self.groups.squares(stages, batch.total)
-        found = torch.tensor([*own, problem is not None, *alike, *squares, *told], dtype=torch.float64)
+        *own, own_loss = self.groups.squares(stages, batch.total, batch.own)
+        losses = (own_loss, own_loss**2, batch.has_loss)
+        words = [*own, problem is not None, *alike, *squares, *losses, *self._samples(), *told]
+        found = torch.tensor(words, dtype=torch.float64)
         self.comm.all_reduce(found)
         norm = math.sqrt(float(found[:stages].sum())) / self.scaler.scale
         loss, refused, *rest = found[stages:].tolist()
         if refused:
             self.comm.agree(problem)
         refuse_unlike(rest[: 2 * len(alike)], self.comm.size, UNLIKE)
-        return loss, norm, tuple(rest[2 * len(alike) :])
+        loss_sum, loss_squares, num_losses, *rest = rest[2 * len(alike) :]
+        for stage in range(stages):
+            digest, square, size = rest[stage : 3 * stages : stages]
+            refuse_unlike((digest, square), size, (UNLIKE_WEIGHTS,))
+        if num_losses * loss_squares - loss_sum**2 > UNLIKE_SHARE**2 * loss_sum**2:
+            raise Refusal(UNLIKE_LOSSES)
+        return loss, norm, tuple(rest[3 * stages :])
+
+    def _samples(self) -> list[float]:
+        """Of each stage a digest of a parameter and a buffer that all its ranks have, others in each step; its square;
+        a 1. Zeros of stages of others.
+        """
+        found, stages = [0.0] * 3 * self.plan.num_stages, self.plan.num_stages
+        for stage, module in self.stages.modules_of.items():
+            known = self.groups.whole_in(stage, self.stages.groups[stage].size), [*module.buffers()]
+            digest = digest_of(each[self.num_steps % len(each)] for each in known if each)
+            found[stage::stages] = digest, digest**2, 1
+        return found
 
     def shards(self) -> Iterator[Shard]:
         """The parameters that this rank owns, with the optimizer's state; those of all ranks are each once."""

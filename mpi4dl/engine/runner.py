@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ from mpi4dl.parallel.pipeline.executor import UNLIKE_DRAWS, Executor
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, Part
 from mpi4dl.parallel.pipeline.program import leaves
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.replicas.buckets import bits_of
+from mpi4dl.parallel.replicas.buckets import digest_of
 from mpi4dl.parallel.replicas.optimizer_traits import modules_of
 from mpi4dl.parallel.spatial.sums import owned
 from mpi4dl.parallel.spatial.tensor import local_part
@@ -228,28 +227,17 @@ class Terms(NamedTuple):
     factors: Sequence[float]
 
 
-FEW = 1000  # values of a target by which ranks know that they have the same
 UNLIKE_TARGETS = (
     "the ranks were given the targets of other batches: pass those of the whole batch on all ranks, skip a batch on "
     "all of them or on none, and seed the order of samples alike"
 )
 
 
-def refuse_unlike(told: Sequence[float], size: int, words: Sequence[str]) -> None:
+def refuse_unlike(told: Sequence[float], size: float, words: Sequence[str]) -> None:
     """Refuse numbers that differ between `size` ranks: `told` are their sums, then those of their squares."""
     for total, square, why in zip(told, told[len(told) // 2 :], words, strict=False):
         if total**2 != size * square:  # their variance is 0 if all ranks have the same
             raise Refusal(why)
-
-
-def digest_of(targets: Sequence[Tensor]) -> int:
-    """A small number that is equal for equal targets; of some of their values on the host."""
-    known = [x.detach() for x in targets if type(x) is Tensor and x.device.type == "cpu" and x.layout is torch.strided]
-    found = 0
-    for x in known:
-        bits = bits_of(x.flatten()[:: x.numel() // FEW + 1])
-        found = crc32(f"{tuple(x.shape)} {x.dtype}".encode() + bits.clone().numpy().tobytes(), found)
-    return found & 0xFFF  # its square, times that of a number of ranks, is exact in float64
 
 
 class BatchFeed(InputFeed):
@@ -257,7 +245,8 @@ class BatchFeed(InputFeed):
 
     `total` is the loss of the batch on the one rank that counts it, and 0 on others. A loss that knows of sums has a
     term for each of `weights`; the mean over the samples of any other is one term. In training the objective is the
-    loss times `scale`; None: nothing is trained. `digest` is equal on ranks that have the same targets.
+    loss times `scale`; None: nothing is trained. `digest` is equal on ranks that have the same targets, and so is
+    `own`, the loss that this rank has computed, on those that have one.
     """
 
     def __init__(self, runner: "Runner", given: Given, targets: Any, scale: float | None = None) -> None:
@@ -268,7 +257,9 @@ class BatchFeed(InputFeed):
             raise ValueError("there is no loss: pass one to Runner, or call predict()")
         self.targets, self.scale, self.loss_of = targets, scale, runner.loss
         self.total = torch.zeros((), dtype=torch.float64, device=runner.device)
-        self.digest = 0 if runner.plan.local_batches else digest_of(tensors)
+        self.own, self.has_loss = torch.zeros_like(self.total), False
+        # Of those on the host: a GPU would be waited for.
+        self.digest = 0 if runner.plan.local_batches else digest_of(x for x in tensors if x.device.type == "cpu")
         self.summed = runner.loss if isinstance(runner.loss, SummedLoss) else None
         self.weights = [float(self.num_samples)] if self.summed is None else [*self.summed.weights(targets)]
 
@@ -289,6 +280,8 @@ class BatchFeed(InputFeed):
             return None
         loss = sum(total * factor for total, factor in zip(*terms, strict=True))
         assert isinstance(loss, Tensor)
+        if not self.runner.plan.bidirectional and not self.runner.plan.local_batches:
+            self.own, self.has_loss = self.own + loss.detach(), True
         if self.runner.comm.size > 1:
             self._refuse_weights(loss, outputs, part)
         return loss * (self.scale / part.grid.size)

@@ -35,7 +35,7 @@ from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.comm.exchange import functions_behind, linear, running_forward
 from mpi4dl.geometry import SPACE, GridShape, near_square
 from mpi4dl.parallel.inputs import made_by_jit, tensors_within
-from mpi4dl.parallel.replicas.buckets import bits_of, is_expanded
+from mpi4dl.parallel.replicas.buckets import FEW, bits_of, digest_of, is_expanded
 from mpi4dl.parallel.replicas.optimizer_traits import backward_hook_in, modules_of, set_aside
 from mpi4dl.parallel.replicas.parameter_sums import (
     ForwardPass,
@@ -69,7 +69,6 @@ from mpi4dl.parallel.spatial.tensor import (
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 FIRST, EVERY = 3, 100  # forward passes of training in which ranks compare what they have
-FEW = 1000  # numbers of a gradient that they compare in the others
 
 
 def parallelize(
@@ -381,8 +380,7 @@ class _Loop:
             self._refuse(problem)
             facts["weights"] = checksum([*model.parameters(), *model.buffers()])
         elif known := [p for p in model.parameters() if p.device.type == "cpu" and p.layout is torch.strided]:
-            one = known[comm.num_met % len(known)].detach().flatten()
-            facts["weights"] = checksum([one[:: len(one) // FEW + 1]])
+            facts["weights"] = digest_of([known[comm.num_met % len(known)]])
         _compared(comm, facts)
 
     def _compare_draws(self, before: Sequence[int]) -> None:

@@ -159,6 +159,53 @@ def test_ranks_that_were_given_other_targets_are_refused_together(ranks: Ranks, 
         assert after["model"] == before["model"]
 
 
+def scheduled(engine: Engine) -> None:
+    engine.optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def reloaded(engine: Engine) -> None:
+    engine.stages.load_state_dict({name: value * 0.5 for name, value in engine.stages.state_dict().items()})
+
+
+def seen(engine: Engine) -> None:
+    engine.stages.modules_of[0](batch_of(SMALL, 1)[0])  # for a picture, say, which changes batch norms
+
+
+def weighted(engine: Engine) -> None:
+    engine.loss = partial(F.cross_entropy, weight=1 + torch.arange(NUM_CLASSES, dtype=SMALL.dtype))
+
+
+def changed_on_rank_1(comm: Communicator, plan: Plan, change: Callable[[Engine], None]) -> str:
+    """The error of the step after one rank alone has made this change."""
+    engine, (images, targets) = engine_of(comm, SMALL, plan), batch_of(SMALL, 0)
+    engine.step(tiles_of(images, engine), targets, SMALL.size)
+    if comm.rank == 1:
+        change(engine)
+    with pytest.raises(Refusal) as caught:
+        engine.step(tiles_of(images, engine), targets, SMALL.size)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("plan", "change", "words"),
+    [
+        (TILES_1x2, scheduled, "the ranks have different learning rates"),
+        (Plan(data=2, zero=3), scheduled, "the ranks have different learning rates"),
+        (TILES_1x2, reloaded, "ranks have different values of the same weights"),
+        (Plan(data=2, zero=1), reloaded, "ranks have different values of the same weights"),
+        (Plan(((1, 1), (1, 1)), bidirectional=1), reloaded, "ranks have different values of the same weights"),
+        (Plan(data=2, zero=3), seen, "ranks have different values of the same weights"),
+        (TILES_1x2, weighted, "the ranks computed other losses of the same outputs"),
+    ],
+    ids=lambda each: getattr(each, "__name__", str(each)),
+)
+def test_what_one_rank_alone_changes_is_refused_on_all(
+    ranks: Ranks, plan: Plan, change: Callable[[Engine], None], words: str
+) -> None:
+    for message in ranks(2).run(changed_on_rank_1, plan, change):
+        assert message.startswith(words)
+
+
 @on_ranks(2)
 def test_a_loop_goes_on_after_an_error_that_all_ranks_had(comm: Communicator) -> None:
     def failing(outputs: Tensor, targets: Tensor) -> Tensor:

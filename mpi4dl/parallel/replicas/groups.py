@@ -88,13 +88,19 @@ class ReplicaGroups:
             with alike(stages):
                 group.call_hooks()
 
-    def squares(self, num_stages: int, total: Tensor) -> list[float]:
-        """Of each stage what adds up over ranks to the square of the gradient's norm; then the total. On the host."""
-        last, *own = sums_on_host([[total], *(group.squares() for group in self)])
+    def squares(self, num_stages: int, *totals: Tensor) -> list[float]:
+        """Of each stage what adds up over ranks to the square of the gradient's norm; then the totals. On the host."""
+        sums = sums_on_host([*([total] for total in totals), *(group.squares() for group in self)])
+        last, own = sums[: len(totals)], sums[len(totals) :]
         found = [0.0] * num_stages
         for (stages, _), square in zip(self._groups, own, strict=True):
             found[stages[0]] += square
-        return [*found, last]
+        return [*found, *last]
+
+    def whole_in(self, stage: int, size: int) -> list[Tensor]:
+        """The parameters that each of the ranks of a stage, so many, has all of."""
+        groups = [group for of, group in self._groups if of == (stage,) and group.comm.size == size]
+        return [p for group in groups if group.gatherer is None for _, p in group.named]
 
     def change_gradients(
         self, hook: GradientHook, scale: float, alike: Callable[[Any], Any], across: Sequence[PartsOf | None]
