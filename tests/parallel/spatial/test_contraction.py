@@ -45,7 +45,7 @@ SPREAD = {
     "tensordot": lambda x: torch.tensordot(x, plain(4, 3), dims=([1], [0])),
     "distances of pixels": lambda x: torch.cdist(x.permute(0, 2, 3, 1), plain(5, 4)),
     "distances of many pixels, flat": lambda x: torch.cdist(x.permute(0, 2, 3, 1).reshape(-1, 4), plain(5, 4), 1),
-    "distances of two images": lambda x: torch.cdist(x.flatten(1)[:, None, :40], plain(3, 30, 40)),
+    "distances to pixels of each image": lambda x: torch.cdist(x.permute(0, 2, 3, 1), plain(3, 1, 30, 4)),
     "outer": lambda x: torch.outer(x[0, 0, :, 0], plain(3)),
 }
 WHOLE = {
