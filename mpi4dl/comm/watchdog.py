@@ -321,7 +321,7 @@ LOOK_SECONDS = 1.0
 GRACE_SECONDS = 10.0  # then C ends what a thread of Python cannot
 SETTLING_SECONDS = 1.0  # for the last words of other ranks, whose time is up too
 STACK_FRAMES = 8
-HIDDEN = (str(Path(__file__).parent), str(Path(find_spec("torch").origin).parent))  # type: ignore
+HIDDEN = tuple(str(Path(place).parent) for place in (__file__, getattr(find_spec("torch"), "origin", __file__)))
 SLOW_BYTES_PER_SECOND = 2e7
 
 

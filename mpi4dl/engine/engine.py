@@ -57,6 +57,7 @@ UNLIKE_LOSSES = (
     "the ranks computed other losses of the same outputs: give the loss the same settings on all ranks, such as "
     "weights of classes"
 )
+GPU_EVERY = 100  # steps in which ranks compare weights on GPUs
 UNLIKE_SHARE = 1e-3  # of a loss, which kernels of GPUs do not change
 Tell = Callable[[], Sequence[float]]
 
@@ -409,7 +410,10 @@ class Engine(Runner):
         found, stages = [0.0] * 3 * self.plan.num_stages, self.plan.num_stages
         for stage, module in self.stages.modules_of.items():
             known = self.groups.whole_in(stage, self.stages.groups[stage].size), [*module.buffers()]
-            digest = digest_of(each[self.num_steps % len(each)] for each in known if each)
+            chosen = [each[self.num_steps % len(each)] for each in known if each]
+            # A GPU is waited for now and then.
+            asks = self.num_steps % GPU_EVERY == GPU_EVERY - 1
+            digest = digest_of(x for x in chosen if x.device.type == "cpu" or asks)
             found[stage::stages] = digest, digest**2, 1
         return found
 

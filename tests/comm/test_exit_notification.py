@@ -82,7 +82,7 @@ class Simulated:
     def look(self, rank: int) -> str | None:
         state = self.state[rank]
         if state == AT_WORK:
-            return self.exit_notifications[rank].look(None)
+            return self.exit_notifications[rank].look(None, False)
         return self.exit_notifications[rank].look(
             RankState(state == ENDED, self.since[rank] * (state == WAITS), "in wait")
         )
