@@ -84,7 +84,8 @@ class Simulated:
         if state == AT_WORK:
             return self.exit_notifications[rank].look(None, False)
         return self.exit_notifications[rank].look(
-            RankState(state == ENDED, self.since[rank] * (state == WAITS), "in wait")
+            RankState(state == ENDED, self.since[rank] * (state == WAITS), "in wait"),
+            False,
         )
 
 
