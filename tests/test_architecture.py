@@ -70,7 +70,7 @@ FLOOR_1_MAY_IMPORT = {
 
 # Within mpi4dl.parallel, from below: each may import those before it.
 OF_PARALLEL = (
-    "disk tables inputs replicas cpu_kernels spatial experts tensor plan pipeline blocks costs streaming cut "
+    "disk tables inputs nests replicas cpu_kernels spatial experts tensor plan pipeline blocks costs streaming cut "
     "own_loop".split()
 )
 

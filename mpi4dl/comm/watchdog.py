@@ -92,7 +92,7 @@ class ExitNotification:
             self._said = rank_state
             self._tell(rank_state)
         if self.rank == 0:
-            limit = min(DEADLOCK_SECONDS, DEADLOCK_SECONDS_OF_NEAR) if near else DEADLOCK_SECONDS
+            limit = DEADLOCK_SECONDS_OF_NEAR if near else DEADLOCK_SECONDS
             return None if rank_state is None else self._judge(limit)
         while rank_state is not None and self.comm.Iprobe(0, ASKING):
             question = self.comm.recv(source=0, tag=ASKING)

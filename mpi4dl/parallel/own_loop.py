@@ -7,19 +7,15 @@
 Parameters enter as images do: see `replicas.parameter_sums`.
 """
 
-import copy
-import dataclasses
 import functools
 import inspect
-import operator
 import re
 import sys
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import count
 from math import prod
-from types import GeneratorType
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -34,7 +30,8 @@ from mpi4dl._randomness import RandomStates
 from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.comm.exchange import functions_behind, linear, running_forward
 from mpi4dl.geometry import SPACE, GridShape, near_square
-from mpi4dl.parallel.inputs import made_by_jit, tensors_within
+from mpi4dl.parallel.inputs import made_by_jit
+from mpi4dl.parallel.nests import CopiedNest, EachOnce, mapped, tensors_in
 from mpi4dl.parallel.replicas.buckets import FEW, bits_of, digest_of, is_expanded
 from mpi4dl.parallel.replicas.optimizer_traits import backward_hook_in, modules_of, set_aside
 from mpi4dl.parallel.replicas.parameter_sums import (
@@ -44,6 +41,7 @@ from mpi4dl.parallel.replicas.parameter_sums import (
     UsedParameter,
     summed,
 )
+from mpi4dl.parallel.spatial.comparing import compare_gradients, compare_use, compared
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.halo import gather, gather_axes
 from mpi4dl.parallel.spatial.rules import custom_functions
@@ -51,7 +49,6 @@ from mpi4dl.parallel.spatial.rules.hooks import (
     OF_THE_PART,
     OF_THE_WHOLE,
     FunctionOfShares,
-    compare_hooks,
     runs_hook,
     whole_gradient,
     whole_gradients,
@@ -244,7 +241,7 @@ class _Loop:
         try:
             buckets = self._buckets_of(parameters) if records else GradientBuckets([], grid.comm)
             running = ForwardPass(buckets, grid.comm.num_met)
-            entered, copies = _Each(lambda x: self._entered(x, running)), list[_Copied]()
+            entered, copies = EachOnce(lambda x: self._entered(x, running)), list[CopiedNest]()
             args, kwargs = mapped((args, kwargs), entered, copies=copies)
             if not any(isinstance(x, SpatialTensor) for _, x, _ in entered.found.values()):
                 self._refuse_inputs(args, kwargs)
@@ -261,7 +258,7 @@ class _Loop:
         for x, within, version in entered.found.values():
             self._write_back(x, within, version, running)
         numbers = count(1)
-        left = _Each(lambda y: self._left(y, running, next(numbers), checks))
+        left = EachOnce(lambda y: self._left(y, running, next(numbers), checks))
         for copied in copies:
             copied.change_back(left)
         return mapped(outputs, left)
@@ -381,7 +378,7 @@ class _Loop:
             facts["weights"] = checksum([*model.parameters(), *model.buffers()])
         elif parameters and (one := parameters[comm.num_met % len(parameters)]).device.type == "cpu":
             facts["weights"] = digest_of([one])
-        _compared(comm, facts)
+        compared(comm, facts)
 
     def _compare_draws(self, before: Sequence[int]) -> None:
         drawn = tuple(a if a != b else 0 for a, b in zip(before, RandomStates.now().digests(), strict=True))
@@ -390,30 +387,6 @@ class _Loop:
                 "the model draws random numbers, as for dropout, and the ranks drew different ones: seed them alike "
                 "(torch.manual_seed, random.seed, numpy.random.seed), and draw on all of them or on none"
             )
-
-
-UNLIKE = {
-    "places": "ranks {} are in different calls of models, backward passes of outputs, or uses of maps that hooks keep, "
-    "of gradients that they see, or of spread outputs: make all of them on all ranks, in the same order (a set has "
-    "none)",
-    "modes": "ranks {} call the model in other modes (train or eval, with or without gradients), or train other "
-    "parameters: do the same on all ranks",
-    "inputs": "ranks {} called the model with other inputs, but tiles are cut of one image that all ranks have: seed "
-    "the shuffle and the augmentations of your data alike on all ranks (torch.manual_seed, or a generator for the "
-    "DataLoader), and give no rank a part of the data alone",
-    "weights": "the parameters or buffers of ranks {} differ: change them on all ranks alike, and let each parameter "
-    "be used by its module's attribute, through a call of the model",
-}
-
-
-def _compared(comm: Communicator, facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """The facts of all ranks, unless they differ where they must not."""
-    found = comm.all_gather_object(facts)
-    for name, words in UNLIKE.items():
-        for rank, theirs in enumerate(found):
-            if theirs.get(name) != facts.get(name):
-                raise Refusal(words.format(f"{min(rank, comm.rank)} and {max(rank, comm.rank)}"))
-    return found
 
 
 class _Border(TorchFunctionMode):
@@ -562,7 +535,7 @@ def outside(x: Tensor) -> Tensor:
     if isinstance(x, SpatialTensor) and x.made_in is not None and x.kept:
         if x.output is None:
             grid = x.layout.grid
-            _compared(grid.comm, {"places": ("kept", x.made_in.number, x.shape)})
+            compared(grid.comm, {"places": ("kept", x.made_in.number, x.shape)})
             with torch.enable_grad():
                 x.output = _output(x, grid, grid.loop == "spread", x.made_in)
         return x.output
@@ -614,7 +587,7 @@ def _guard(function: Any, args: Sequence[Any], options: dict[str, Any]) -> Calla
     """
     if ForwardPass.now() is not None:
         if function in TO_VALUES and args[0].layout.grid.loop is not None:
-            _compare_use(args[0].layout.grid, function)
+            compare_use(args[0].layout.grid, function)
         return None
     if torch._C._current_graph_task_id() >= 0 and not runs_hook():
         return None
@@ -630,7 +603,7 @@ def _guard(function: Any, args: Sequence[Any], options: dict[str, Any]) -> Calla
         if function in HOOKS:  # of all uses, within and outside
             return None
     elif spread[0].layout.grid.loop is not None and function not in OF_EACH_RANK:
-        _compare_use(spread[0].layout.grid, function)
+        compare_use(spread[0].layout.grid, function)
     if not any(x.kept for x in spread) and not (plain and any(x.layout.grid.loop == "whole" for x in spread)):
         trained = (x for x in spread if x._local is not None and x._local.requires_grad and torch.is_grad_enabled())
         loops = {x.layout.grid.loop for x in trained}
@@ -647,12 +620,7 @@ def _guard(function: Any, args: Sequence[Any], options: dict[str, Any]) -> Calla
     return functools.partial(function, *args, **options)
 
 
-def _compare_use(grid: Grid, function: Any) -> None:
-    _compared(grid.comm, {"places": function_name(function)})
-
-
 guards.append(_guard)
-compare_hooks.append(lambda grid: _compare_use(grid, Tensor.register_hook))
 
 
 def _with_summed_weights(module: nn.Module, inputs: Any) -> None:
@@ -686,7 +654,7 @@ def _share(y: Tensor, running: ForwardPass, number: int = 0, checks: bool | None
     def share(gradient: Tensor) -> Tensor:
         few = gradient.flatten()[:: gradient.numel() // FEW + 1]
         compared = gradient if checks else few if checks is False and few.device.type == "cpu" else torch.empty(0)
-        _compare_gradients(comm, compared, ("backward", running.number, number))
+        compare_gradients(comm, compared, ("backward", running.number, number))
         return gradient / comm.size
 
     shared = linear(y, Tensor.detach, share)
@@ -694,135 +662,11 @@ def _share(y: Tensor, running: ForwardPass, number: int = 0, checks: bool | None
     return shared
 
 
-def _compare_gradients(comm: Communicator, gradient: Tensor, place: Any) -> None:
-    """Refuse gradients of other outputs, or that differ by more than rounding: kernels of GPUs may add in any order."""
-    numbers = (torch.view_as_real(gradient) if gradient.is_complex() else gradient).double().flatten()
-    places = torch.arange(len(numbers), device=numbers.device) % 251 + 1
-    facts = {"places": place, "sums": (float(numbers.abs().sum()), float((numbers * places).sum()))}
-    sizes, sums = zip(*(theirs["sums"] for theirs in _compared(comm, facts)), strict=True)
-    if max(sums) - min(sums) > 251 * max(sizes) * max(1e-9, 10 * torch.finfo(gradient.dtype).eps):
-        raise Refusal(
-            "the ranks computed other losses of the same outputs of the model: seed them alike before heads beside the "
-            "model and losses are made (torch.manual_seed), use the same targets, and take gradients in the same order"
-        )
-
-
 def _enter(x: Tensor, adjoint: Callable[[Tensor], Tensor], running: ForwardPass) -> Tensor:
     """x as an input of a model, whose gradient outside is `adjoint` of that within."""
     entered = linear(x, Tensor.detach, adjoint)
     entered.grad_fn.running = running  # type: ignore[union-attr]
     return entered
-
-
-class _Each:
-    """A function of tensors that is called once for each: `found` are the tensor, the result, and its writes so far."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        self._function = function
-        self.found: dict[int, tuple[Tensor, Tensor, int]] = {}
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if id(x) not in self.found:
-            y = self._function(x)
-            self.found[id(x)] = x, y, y._version if type(y) is Tensor and y.requires_grad else 0
-        return self.found[id(x)][1]
-
-
-def mapped(
-    value: Any, of: Callable[[Tensor], Tensor], lenient: bool = False, copies: "list[_Copied] | None" = None
-) -> Any:
-    """`value` with `of(x)` for each tensor in tuples, lists, mappings, dataclasses, and what PyTorch knows as nests;
-    itself, if nothing in it changed. `lenient`: other objects pass as they are. `copies` gets those of lists,
-    mappings and dataclasses.
-
-    Raises:
-        TypeError: some other object has tensors, or may make them, which nobody would see.
-    """
-    kind = type(value)
-    if isinstance(value, Tensor):
-        return of(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        found = [mapped(x, of, lenient, copies) for x in value]
-        return value if all(map(operator.is_, found, value)) else kind(*found)
-    if kind is tuple:
-        found = [mapped(x, of, lenient, copies) for x in value]
-        return value if all(map(operator.is_, found, value)) else tuple(found)
-    if isinstance(value, MutableMapping | MutableSequence) or (
-        dataclasses.is_dataclass(value) and not isinstance(value, type)
-    ):
-        other = _mapped_object(value, of, lenient, copies)
-        if copies is not None and other is not value:
-            copies.append(_Copied(value, other))
-        return other
-    if kind in pytree.SUPPORTED_NODES:
-        leaves, structure = pytree.tree_flatten(value, is_leaf=lambda x: x is not value)
-        return pytree.tree_unflatten([mapped(x, of, lenient, copies) for x in leaves], structure)
-    if not lenient and (isinstance(value, GeneratorType) or next(tensors_within(value), None) is not None):
-        raise TypeError(
-            f"a {kind.__name__} with tensors goes in or out of a model on tiles, or stays in it: use tensors, tuples, "
-            "lists, dicts, dataclasses, or make it known by torch.utils._pytree.register_pytree_node"
-        )
-    return value
-
-
-def _mapped_object(value: Any, of: Callable[[Tensor], Tensor], lenient: bool, copies: "list[_Copied] | None") -> Any:
-    """The same of a mapping, a list, or a dataclass: a copy with its items and attributes."""
-    items, attributes = _contents(value)
-    new_items, new = ({key: mapped(x, of, lenient, copies) for key, x in each.items()} for each in (items, attributes))
-    if all(x is items[key] for key, x in new_items.items()) and all(x is attributes[name] for name, x in new.items()):
-        return value
-    other = copy.copy(value)
-    for key, x in new_items.items():
-        other[key] = x
-    for name, x in new.items():
-        object.__setattr__(other, name, x)
-    return other
-
-
-def _contents(value: Any) -> tuple[dict[Any, Any], dict[str, Any]]:
-    """The items and attributes of a mapping, a list, or a dataclass."""
-    names = [*getattr(value, "__dict__", {})]
-    if dataclasses.is_dataclass(value):
-        names += [each.name for each in dataclasses.fields(value) if each.name not in names]
-    keys = list(value) if isinstance(value, MutableMapping) else range(len(value)) if hasattr(value, "insert") else ()
-    return {key: value[key] for key in keys}, {name: getattr(value, name) for name in names if hasattr(value, name)}
-
-
-class _Copied:
-    """A list, mapping or dataclass `value` that a model was given as a `copy`."""
-
-    def __init__(self, value: Any, copy: Any) -> None:
-        self._value, self._copy, self._before = value, copy, _contents(copy)
-
-    def change_back(self, of: Callable[[Tensor], Tensor]) -> None:
-        """Let `value` be what the model has made of the copy."""
-        value, of_value = self._value, _contents(self._value)
-        for place, (now, before) in enumerate(zip(_contents(self._copy), self._before, strict=True)):
-            if list(now) == list(before) and all(x is before[key] for key, x in now.items()):
-                continue
-            known = {id(x): of_value[place][key] for key, x in before.items()}
-            now = {key: known[id(x)] if id(x) in known else mapped(x, of) for key, x in now.items()}
-            if place:
-                for name, x in now.items():
-                    object.__setattr__(value, name, x)
-            elif isinstance(value, MutableMapping):
-                for key in before.keys() - now.keys():
-                    del value[key]
-                value.update(now)
-            else:
-                value[:] = now.values()
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors that `mapped` finds."""
-    found: list[Tensor] = []
-
-    def note(x: Tensor) -> Tensor:
-        found.append(x)
-        return x
-
-    mapped(value, note, lenient=True)
-    return found
 
 
 def checksum(tensors: Sequence[Tensor]) -> int:
@@ -895,7 +739,7 @@ class Tiles:
             loss.backward(retain_graph=retain_graph)
             return
         loss = self.whole(loss)
-        _compare_gradients(self.grid.comm, loss.detach(), "tiles.backward")
+        compare_gradients(self.grid.comm, loss.detach(), "tiles.backward")
         known = [p for p in model.parameters() if p.requires_grad]
         leaves = (node.variable for node in functions_behind([loss], lambda node: False) if hasattr(node, "variable"))
         # In the order of the graph, which all ranks have alike; no set has.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mpi4dl.comm import Communicator
+from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
 from mpi4dl.geometry import GridShape
 from mpi4dl.models import registry
@@ -239,6 +239,22 @@ def test_offload_waits_once_for_a_bucket_and_not_for_each_parameter(comm: Commun
         counts = [gpu.counters.since(lambda: engine.step([images], targets, (8, 8))) for _ in range(4)][-1]
     assert counts["to_host"] == 2  # the gradients, and the loss
     assert counts["waits"] <= 5  # gradients, what was published before, the loss, the norm, the images
+
+
+@on_ranks(2)
+def test_ranks_compare_weights_on_gpus_now_and_then(comm: Communicator) -> None:
+    with on_gpus(comm, "staged") as (gpus, *_), pytest.MonkeyPatch.context() as patch:
+        model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()).to(CUDA)
+        engine = Engine(model, Plan(data=2), torch.optim.SGD(model.parameters()), F.cross_entropy, comm=gpus)
+        batch = [torch.randn(2, 3, 8, 8)], torch.zeros(4, dtype=torch.int64), (8, 8)
+        engine.step(*batch)
+        patch.setattr("mpi4dl.engine.engine.GPU_EVERY", 1)
+        engine.step(*batch)
+        if comm.rank:
+            model[0].weight.data.mul_(0.5)
+            model[0].bias.data.add_(0.5)
+        with pytest.raises(Refusal, match="different values of the same weights"):
+            engine.step(*batch)
 
 
 def train_deterministically(comm: Communicator, task: Task, plan: Plan) -> str:

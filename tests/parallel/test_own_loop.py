@@ -27,6 +27,7 @@ from mpi4dl.parallel.spatial import NoRule, SpatialTensor
 from tests.parallel.own_loops import LOOPS, Dense, Network, Wrap, batches, made, sgd
 from tests.pool.ranks import Ranks, on_ranks
 
+PLACES = "Refusal: ranks 0 and 1 are in different calls of models, backward passes of outputs, or uses of maps"
 GRIDS = {"1x2": ("1x2", 1), "2x2": ("2x2", 1), "data2": ("1x1", 2), "1x2-data2": ("1x2", 2)}
 EXACT = 1e-10
 
@@ -242,9 +243,7 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
         for number in range(5):
             F.cross_entropy(model(images), (labels + (number == 4 and comm.rank)) % 3).backward()
 
-    @refused_with(
-        "Refusal: ranks 0 and 1 are in different calls of models, backward passes of outputs, or uses of maps"
-    )
+    @refused_with(PLACES)
     def passes_in_another_order(wrap: Wrap) -> None:
         model = wrap(made())
         for step in (1, 1, -1):
@@ -252,17 +251,13 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
             for loss in losses[:: step if comm.rank else 1]:
                 loss.backward()
 
-    @refused_with(
-        "Refusal: ranks 0 and 1 are in different calls of models, backward passes of outputs, or uses of maps"
-    )
+    @refused_with(PLACES)
     def models_in_another_order(wrap: Wrap) -> None:
         models = [wrap(made()) for _ in range(2)]
         for model in [*models, *models[:: -1 if comm.rank else 1]]:
             model(images)
 
-    @refused_with(
-        "Refusal: ranks 0 and 1 are in different calls of models, backward passes of outputs, or uses of maps"
-    )
+    @refused_with(PLACES)
     def a_map_on_one_rank(wrap: Wrap) -> None:
         model, kept = wrap(made()), list[Tensor]()
         model.again.register_forward_hook(lambda module, inputs, output: kept.append(output))
@@ -271,31 +266,23 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
             kept[0].mean()
         logits.sum().backward()
 
-    @refused_with(
-        "Refusal: ranks 0 and 1 are in different calls of models, backward passes of outputs, or uses of maps"
-    )
-    def a_gradient_on_one_rank(wrap: Wrap) -> None:
+    def gradient_on_one_rank(wrap: Wrap, use: Callable[[Tensor], Any]) -> None:
         model, kept = wrap(made()), list[Tensor]()
         model.again.register_forward_hook(lambda module, inputs, output: output.register_hook(kept.append) and None)
         model(images).sum().backward()
         if comm.rank:
-            kept[0].numpy()
+            use(kept[0])
         model(images)
 
-    @refused_with(
-        "Refusal: ranks 0 and 1 are in different calls of models, backward passes of outputs, or uses of maps"
-    )
+    @refused_with(PLACES)
+    def values_of_a_gradient_on_one_rank(wrap: Wrap) -> None:
+        gradient_on_one_rank(wrap, Tensor.numpy)
+
+    @refused_with(PLACES)
     def a_sum_of_a_gradient_on_one_rank(wrap: Wrap) -> None:
-        model, kept = wrap(made()), list[Tensor]()
-        model.again.register_forward_hook(lambda module, inputs, output: output.register_hook(kept.append) and None)
-        model(images).sum().backward()
-        if comm.rank:
-            kept[0].abs().mean()
-        model(images)
+        gradient_on_one_rank(wrap, lambda gradient: gradient.abs().mean())
 
-    @refused_with(
-        "Refusal: ranks 0 and 1 are in different calls of models, backward passes of outputs, or uses of maps"
-    )
+    @refused_with(PLACES)
     def a_hook_on_one_rank(wrap: Wrap) -> None:
         model, kept = wrap(made()), list[Tensor]()
         model.head.register_forward_pre_hook(lambda module, inputs: kept.append(inputs[0]))
@@ -304,9 +291,7 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
         model(images).sum().backward()
         model(images)
 
-    @refused_with(
-        "Refusal: ranks 0 and 1 are in different calls of models, backward passes of outputs, or uses of maps"
-    )
+    @refused_with(PLACES)
     def a_spread_output_on_one_rank(wrap: Wrap) -> None:
         y = mpi4dl.parallelize(made(Dense), (1, comm.size), outputs="spread", comm=comm)(images)
         assert y.detach().shape == y.shape

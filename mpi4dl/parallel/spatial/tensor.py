@@ -630,13 +630,13 @@ def _may_gather(function: Any, args: Sequence[Any], options: dict[str, Any]) -> 
     maps, which forward hooks keep, within it.
     """
     spread = [x for x in pytree.tree_leaves((tuple(args), options)) if isinstance(x, SpatialTensor)]
-    if (forward_pass.get() is None or function in TO_VALUES) and all(
-        x.layout.grid.loop == "whole" and not x.requires_grad for x in spread
-    ):
-        return bool(spread)
-    return bool(spread) and all(
-        dim is None or x.layout.grid.shape[axis] == 1 for x in spread for axis, dim in enumerate(x.layout.dims)
+    is_outside = forward_pass.get() is None or function in TO_VALUES
+    of_user = is_outside and all(x.layout.grid.loop == "whole" and not x.requires_grad for x in spread)
+    layouts = [x.layout for x in spread]
+    is_cut = any(
+        dim is not None and each.grid.shape[axis] > 1 for each in layouts for axis, dim in enumerate(each.dims)
     )
+    return bool(spread) and (of_user or not is_cut)
 
 
 def wrap(local: Tensor, layout: Layout) -> Tensor:

@@ -21,13 +21,13 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from mpi4dl.comm import Refusal
 from mpi4dl.comm.exchange import WITHIN, narrow, running_forward
 from mpi4dl.parallel.spatial.alignment import part
+from mpi4dl.parallel.spatial.comparing import compare_use
 from mpi4dl.parallel.spatial.flattening import among_copies, between_copies, copies_of
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import gather_axes, retile
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
 
 Hook = Callable[[Tensor], Tensor | None]
-compare_hooks: list[Callable[[Grid], None]] = []  # set by `own_loop`: all ranks call a hook, or none
 _register_hook, _retain_grad, _data = Tensor.register_hook, Tensor.retain_grad, vars(torch._C.TensorBase)["data"]
 
 
@@ -47,7 +47,7 @@ class Gradient:
         if running_forward:
             raise Refusal(WITHIN)
         if self.layout.grid.loop is not None:
-            compare_hooks[0](self.layout.grid)
+            compare_use(self.layout.grid, Tensor.register_hook)
         if self.layout.wide:
             halo = self.layout.narrow.exchange_to(self.layout.tiling)
             share = halo.adjoint.bring(share)
