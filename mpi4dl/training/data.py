@@ -1,7 +1,7 @@
 """The images of a run: listed by rank 0 for all, described to the reader, kept as a table in its folder."""
 
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -14,7 +14,7 @@ from mpi4dl.comm import Communicator
 from mpi4dl.datasets.base import task_of
 from mpi4dl.datasets.files import DEPTHS
 from mpi4dl.datasets.labels import of_values
-from mpi4dl.datasets.split import Named, fold_table, in_whole
+from mpi4dl.datasets.split import Named, Subset, fold_table, in_whole
 from mpi4dl.datasets.transform import Fit
 from mpi4dl.datasets.volumes import alike
 from mpi4dl.options.declare import ConfigError
@@ -100,6 +100,7 @@ def open_images(comm: Communicator, source: DataSource, run: Run | None = None) 
 
     open_pair = _each if source.is_own else shared
     training, validation = open_pair(comm, lambda: source.open(known))
+    _in_order(training, known or {})
     for part in (training, validation):
         measure_stains(comm, part)
 
@@ -110,6 +111,13 @@ def open_images(comm: Communicator, source: DataSource, run: Run | None = None) 
         return fit, remarks, largest
 
     return Images(training, validation, *comm.from_first(described))
+
+
+def _in_order(part: Named, known: Mapping[str, bool]) -> None:
+    """Put samples that the run had before into their order of then, and new ones behind: epochs draw their places."""
+    if isinstance(part, Subset):
+        places = {name: place for place, name in enumerate(known)}
+        part.indices = sorted(part.indices, key=lambda index: places.get(part.whole.name(index), len(places)))
 
 
 def open_alone(source: DataSource) -> Images:

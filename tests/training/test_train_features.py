@@ -330,6 +330,21 @@ def test_training_is_that_of_a_plain_loop_over_bags(
     assert losses_of(tmp_path / "run")[:4] == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_run_goes_on_as_it_was_by_a_table_in_another_order(
+    ranks: Ranks, tmp_path: Path, written: dict[str, tuple[Any, Any]]
+) -> None:
+    """Stopped within an epoch: which slides are left, and which of their patches are drawn, is as it was."""
+    runs, more = [tmp_path / name for name in ("whole", "stopped")], "--most-patches 4 --batch-size 1"
+    ranks(1).run(train, flags_of(tmp_path, runs[0], more))
+    ranks(1).run(train, flags_of(tmp_path, runs[1], f"{more} --max-steps 2"))
+    table = tmp_path / "slides.csv"
+    header, *lines = table.read_text().splitlines()
+    table.write_text("\n".join([header, *reversed(lines)]))
+    ranks(1).run(train, flags_of(tmp_path, runs[1], f"{more} --resume auto"))
+    first, second = (load_file(run / "model.safetensors") for run in runs)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
 def by_python(comm: Communicator, folder: Path, run: Path) -> tuple[list[dict[str, Any]], list[Any]]:
     """Predictions of files of features, and evaluations on them at several thresholds."""
     model = mpi4dl.TrainedModel(run, comm=comm)

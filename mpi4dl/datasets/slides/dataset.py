@@ -2,6 +2,7 @@
 
 import logging
 import math
+import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -162,6 +163,10 @@ class SlideFolder(SampleFiles):
             return None
         return f"{counted(len(names), 'slide')} with too little stained tissue to normalize: {some(names)}"
 
+    def number_of(self, index: int) -> int:
+        """A number of a slide for random draws, by its name: it stays where lines of the table come, go or move."""
+        return zlib.crc32(self.name(index).encode(errors="surrogateescape"))
+
     def tissue_patches(self, index: int, patch: int, key: tuple[int, ...] = ()) -> Patches:
         """The patches of `patch` x `patch` px of a slide that show tissue, in the order of rows.
 
@@ -173,7 +178,9 @@ class SlideFolder(SampleFiles):
         found, most = self._all_patches(index, patch), self.options.most_patches
         if not key or most is None or len(found) <= most:
             return found
-        drawn = np.random.default_rng((PATCH_STREAM, *key, index)).choice(len(found), most, replace=False)
+        drawn = np.random.default_rng((PATCH_STREAM, *key, self.number_of(index))).choice(
+            len(found), most, replace=False
+        )
         return found[np.sort(drawn)]
 
     def _all_patches(self, index: int, patch: int) -> Patches:

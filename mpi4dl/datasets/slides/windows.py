@@ -68,7 +68,7 @@ class RandomWindows(SlideWindows):
     def corner(self, sample: int) -> Corner:
         index, number = self.indices[sample], sample % self._each
         slide: Slide = self._slides.image(index)
-        random = np.random.default_rng((WINDOW_STREAM, *self._key, index, number))
+        random = np.random.default_rng((WINDOW_STREAM, *self._key, self._slides.number_of(index), number))
         centre: Corner | None = None
         if random.random() < self._on_classes:
             mask, numbers = self._slides.label(index), np.arange(1, len(self.classes))
