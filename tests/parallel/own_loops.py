@@ -32,11 +32,12 @@ class Network(nn.Module):
         self.recompute = recompute
 
     def body(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x)
         return self.again(torch.tanh(self.again(x))) + self.frozen(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.norm(self.first(x)))
-        x = self.body(x) if self.recompute is None else checkpoint(self.body, x, use_reentrant=self.recompute)
+        for block in (nn.Sequential(self.first, self.norm), self.body):  # one ends with what is updated in it
+            x = block(x) if self.recompute is None else checkpoint(block, x, use_reentrant=self.recompute)
         return self.head(x.mean((2, 3)))
 
 

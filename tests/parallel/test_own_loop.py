@@ -352,7 +352,7 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
 
     @refused_with("NoRule: torch.autograd.Function in module Network has no exact rule")
     def checkpoints_of_the_old_kind(wrap: Wrap) -> None:
-        wrap(made(Network, recompute=True))(images)
+        wrap(made(Network, recompute=True))(images.clone().requires_grad_())
 
     @refused_with("Refusal: ranks 0 and 1 call the model in other modes")
     def another_mode(wrap: Wrap) -> None:
