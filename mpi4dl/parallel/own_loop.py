@@ -728,22 +728,27 @@ class Tiles:
         return gradient
 
     def backward(self, loss: Tensor, model: nn.Module, retain_graph: bool = False) -> None:
-        """Add to the gradients of the parameters of `model`, and of others that `loss` depends on, what
+        """Add to the gradients of the parameters of `model`, and of other tensors that `loss` depends on, what
         `loss.backward()` would add on one device. Collective.
 
         `loss` is one number, which every rank has computed alike of whole outputs, or of spread ones.
 
-        Hooks on parameters, and optimizers in such hooks, see the whole gradients.
+        Hooks on parameters, and optimizers in such hooks, see the whole gradients. A tile that requires a gradient has
+        its own part of it.
         """
         if self.grid.size == 1:
             loss.backward(retain_graph=retain_graph)
             return
+        problem = backward_hook_in(model, self.grid.size)
+        if problem is not None:
+            raise Refusal(problem)
         loss = self.whole(loss)
         compare_gradients(self.grid.comm, loss.detach(), "tiles.backward")
         known = [p for p in model.parameters() if p.requires_grad]
-        leaves = (node.variable for node in functions_behind([loss], lambda node: False) if hasattr(node, "variable"))
+        behind = functions_behind([loss], lambda node: hasattr(node, "is_of_one_rank"))
+        leaves = (node.variable for node in behind if hasattr(node, "variable"))
         # In the order of the graph, which all ranks have alike; no set has.
-        parameters = list(dict.fromkeys([*known, *(p for p in leaves if isinstance(p, nn.Parameter))]))
+        parameters = list(dict.fromkeys([*known, *(x for x in leaves if not hasattr(x, "is_of_one_rank"))]))
         self._is_in_backward = True
         try:
             with set_aside(parameters):

@@ -267,17 +267,17 @@ def autograd_grad(wrap: Wrap) -> list[Tensor]:
 
 
 def attack(wrap: Wrap) -> list[Tensor]:
-    """Projected gradient descent on the images, then a step on what it found."""
-    model = wrap(made())
+    """Projected gradient descent on the images, then a step on what it found; and a temperature, a plain tensor."""
+    model, temperature = wrap(made()), torch.full((), 2.0, requires_grad=True)
     images, labels = next(batches(1))
     x = images.clone()
     for _ in range(3):
         x = x.detach().requires_grad_()
-        F.cross_entropy(model(x), labels).backward()
+        (F.cross_entropy(model(x) / temperature, labels) + x.square().mean()).backward()
         x = (x + 0.05 * x.grad.sign()).detach()
     model.zero_grad()
     F.cross_entropy(model(x), labels).backward()
-    return [x, *found_in(model)]
+    return [x, temperature.grad, *found_in(model)]
 
 
 def freezing(wrap: Wrap) -> list[Tensor]:
