@@ -125,7 +125,7 @@ def parallelize(
             comm.broadcast(x.data)
     torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[method-assign, assignment]
     cut.grid.loop = outputs  # type: ignore[assignment]
-    model.__class__ = _on_tiles(type(model), cut.grid)  # type: ignore[assignment]
+    object.__setattr__(model, "__class__", _on_tiles(type(model), cut.grid))  # Fabric's modules pass on what is set
     vars(model)["_loop"] = _Loop(cut, outputs == "spread")
     return model
 

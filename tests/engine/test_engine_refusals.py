@@ -207,12 +207,13 @@ def test_what_one_rank_alone_changes_is_refused_on_all(
         assert message.startswith(words)
 
 
+@pytest.mark.parametrize("plan", [TILES_1x2, Plan(data=2, zero=3)], ids=str)
 @on_ranks(2)
-def test_a_loop_goes_on_after_an_error_that_all_ranks_had(comm: Communicator) -> None:
+def test_a_loop_goes_on_after_an_error_that_all_ranks_had(comm: Communicator, plan: Plan) -> None:
     def failing(outputs: Tensor, targets: Tensor) -> Tensor:
         raise ArithmeticError
 
-    engine = engine_of(comm, SMALL, TILES_1x2)
+    engine = engine_of(comm, SMALL, plan)
     images, targets = batch_of(SMALL, 0)
     engine.loss = failing
     with pytest.raises(ArithmeticError):
