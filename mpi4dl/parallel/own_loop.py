@@ -234,8 +234,8 @@ class _Loop:
         mode = model.training, records
         number = self._num_calls[mode] = self._num_calls.get(mode, 0) + 1
         checks = number <= FIRST or number % EVERY == 0
-        parameters = self._prepare(model)
-        self._compare(model, parameters, (args, kwargs), checks)
+        parameters, buffers = self._prepare(model)
+        self._compare(model, parameters, buffers, (args, kwargs), checks)
         self._number = self._number or grid.comm.num_met
         self._is_running = True
         try:
@@ -263,8 +263,10 @@ class _Loop:
             copied.change_back(left)
         return mapped(outputs, left)
 
-    def _prepare(self, model: nn.Module) -> list[nn.Parameter]:
-        """Let modules, also new ones, have their parameters by `SummedParameters`. Returns those that are trained."""
+    def _prepare(self, model: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:
+        """Let modules, also new ones, have their parameters by `SummedParameters`. Returns those that are trained, and
+        the buffers.
+        """
         found: dict[int, nn.Parameter] = {}
         modules = list(modules_of(model))
         if any(type(module._parameters) is not SummedParameters for module in modules):
@@ -277,7 +279,7 @@ class _Loop:
             for p in dict.values(module._parameters):
                 if p is not None and p.requires_grad:
                     found[id(p)] = p
-        return list(found.values())
+        return list(found.values()), [x for module in modules for x in module._buffers.values() if x is not None]
 
     def _buckets_of(self, parameters: list[nn.Parameter]) -> GradientBuckets:
         trained = tuple((id(p), p.dtype, p.shape, p.device) for p in parameters)
@@ -354,7 +356,14 @@ class _Loop:
 
     # What ranks compare.
 
-    def _compare(self, model: nn.Module, parameters: Sequence[nn.Parameter], given: Any, checks: bool) -> None:
+    def _compare(
+        self,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        buffers: Sequence[Tensor],
+        given: Any,
+        checks: bool,
+    ) -> None:
         comm = self.tiles.grid.comm
         tensors = [x for x in tensors_in(given) if not isinstance(x, SpatialTensor)]
         places = {id(p): number for number, p in enumerate(model.parameters())}
@@ -376,8 +385,9 @@ class _Loop:
                 problem = backward_hook_in(model, comm.size)
             self._refuse(problem)
             facts["weights"] = checksum([*model.parameters(), *model.buffers()])
-        elif parameters and (one := parameters[comm.num_met % len(parameters)]).device.type == "cpu":
-            facts["weights"] = digest_of([one])
+        else:
+            some = (each[comm.num_met % len(each)] for each in (parameters, buffers) if each)
+            facts["weights"] = digest_of(x for x in some if x.device.type == "cpu")
         compared(comm, facts)
 
     def _compare_draws(self, before: Sequence[int]) -> None:

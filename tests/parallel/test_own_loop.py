@@ -245,6 +245,14 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
                 nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
             optimizer.step()
 
+    @refused_with("Refusal: the parameters or buffers of ranks 0 and 1 differ")
+    def buffers_of_one_rank(wrap: Wrap) -> None:
+        model = wrap(made())
+        for number in range(12):
+            model(images)
+            if comm.rank and number == 4:
+                model.norm.running_mean.zero_()
+
     @refused_with("Refusal: the ranks computed other losses of the same outputs")
     def another_head(wrap: Wrap) -> None:
         model = wrap(made())
@@ -486,7 +494,7 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
         cut = tiles.cut(images.clone().requires_grad_())
         (cut * cut).mean().backward()
 
-    assert len(found) == 37
+    assert len(found) == 38
     assert {name: message for name, (words, message) in found.items() if not message.startswith(words)} == {}
 
 

@@ -137,7 +137,8 @@ class _Normalize(LocalFunction):
             kept, moments = kernels.merged(norm, x, theirs, weight, running)
             if moments is not None:
                 known.append(moments)
-                _track(running, moments)
+                if running is not UNTRACKED:
+                    _track(running, moments)
             outputs += [kernels.applied(norm, x, around, kept, weight, bias), moments]
             saved += [x, weight, *kept, *around]
         ctx.mark_non_differentiable(*known)
