@@ -30,9 +30,9 @@ MOST = {
 MORE_ONCE_FLAT = 20  # calls, in a process that has had tensors in which one dim is several axes
 VIT = {"image_size": 32, "patch": 8, "num_layers": 2, "hidden": 32, "num_heads": 2}
 STEPS = {
-    "ResNet-18 on tiles": 13400,
-    "ViT on tiles": 7750,
-    "ViT's replicas": 4950,
+    "ResNet-18 on tiles": 12400,
+    "ViT on tiles": 7250,
+    "ViT's replicas": 4450,
 }  # the most calls of a step on a rank
 
 

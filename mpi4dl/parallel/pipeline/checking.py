@@ -41,6 +41,7 @@ MOST_PARAMETERS = 400_000_000  # of larger models nobody waits for more of them
 # By the bytes of a number: both make the same calls, but add gradients up in another order, of values in other places.
 CLOSE = {8: 1e-9, 4: 1e-4, 2: 3e-2}
 NORMS = (nn.modules.batchnorm._NormBase,)
+FAILING = "it runs in one piece, but its stages fail"
 UNSEEN = "its own forward does what cutting does not see; move that into a module of its own, which is kept whole"
 COPIES = "stages have copies of them: clone one, or put what uses them into one stage"
 SHARED = (
@@ -109,7 +110,7 @@ def check_cut(
             reason = "it does other things with small images than with those that it is cut for"
             continue
         except Exception as error:
-            return Checked(f"it runs in one piece, but its stages fail: {error}")
+            return Checked(f"{FAILING}: {error}")
         first = plain[0]
         recomputed = tuple(name for name, value in first.between.items() if differ(value, first.buffers.get(name)))
         return Checked(problem, None, own_buffers, recomputed)

@@ -35,6 +35,7 @@ from mpi4dl.parallel.replicas.buckets import is_expanded
 from mpi4dl.parallel.replicas.optimizer_traits import modules_of
 
 INTERNAL = frozenset(dir(nn.Module()))
+HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name and isinstance(getattr(nn.Module(), name), dict))
 HIDDEN = (Path(torch.__file__).parent, Path(np.__file__).parent, Path(__file__).parent)
 STANDARD = Path(dis.__file__).parent  # Python's own library
 LIBRARIES = "site-packages"
@@ -211,8 +212,8 @@ class Reads:
 
 
 class ForwardState:
-    """What a forward of this model may change beside the values of tensors: attributes of modules, what their lists,
-    dicts and sets hold, generators of random numbers among them, and the globals of `watches`.
+    """What a forward of this model may change beside the values of tensors: attributes and hooks of modules, what their
+    lists, dicts and sets hold, generators of random numbers among them, and the globals of `watches`.
 
     `traced`: also which parameters, buffers and modules there are, and what modules of PyTorch's own hold.
     """
@@ -221,7 +222,12 @@ class ForwardState:
         self._traced, self._watches = traced, list(watches)
         self._modules = list(model.named_modules())
         self._attributes = [own_attributes(module) for _, module in self._modules]
-        self._registered = [[dict(found) for found in _registered(module)] for _, module in self._modules if traced]
+        # A model may hook its layers when it first runs, and note in an attribute that it has.
+        self._kept = [
+            (own[name], own[name].copy()) for _, module in self._modules for own in [vars(module)] for name in HOOKS
+        ]
+        if traced:
+            self._kept += [(found, dict(found)) for _, module in self._modules for found in _registered(module)]
         values = [value for own in self._attributes for value in own.values()]
         within = [
             own.values()
@@ -240,8 +246,8 @@ class ForwardState:
             for name in own_attributes(module).keys() - before.keys():
                 del own[name]
             own.update(before)
-        for (_, module), registered in zip(self._modules, self._registered, strict=False):
-            for found, values in zip(_registered(module), registered, strict=True):
+        for found, values in self._kept:
+            if found or values:
                 found.clear()
                 found.update(values)
         for put in self._put:

@@ -542,12 +542,13 @@ class _Reading:
             model.training = training
 
         try:
-            tracer, graph = self._answered(whole, draws, begin)
-            written = _written(state)
-        except (_Untraceable, MemoryError):
-            raise
-        except Exception as error:
-            raise _Untraceable("", reason_of(error), culprit(error, model)) from error
+            tracer, graph = self._traced(whole, draws, begin)
+            written = _written(state, opened)
+        except _Untraceable as failure:
+            writer = None if failure.function is not None else _written(state, opened)
+            if writer is None or not writer.path:
+                raise
+            raise writer from failure  # which may have misled what failed behind it
         finally:
             state.restore()
         if draws.others:
@@ -555,13 +556,18 @@ class _Reading:
                 max(draws.others, key=len), f"it draws random numbers in Python as it is traced, {DECIDES}"
             )
         if written is not None:
-            path = written[0]
-            while path not in opened:
-                path = path.rpartition(".")[0]
-            raise _Untraceable(path, written[1])
+            raise written
         nodes = [node for node in graph.nodes if node.op != "output"]
         names = _names(nodes, tracer.scopes)
         return _Record(nodes, tracer.scopes, names, tracer.result, tracer.contexts), draws
+
+    def _traced(self, whole: Collection[str], draws: Draws, begin: Callable[[], None]) -> tuple[_Tracer, fx.Graph]:
+        try:
+            return self._answered(whole, draws, begin)
+        except (_Untraceable, MemoryError):
+            raise
+        except Exception as error:
+            raise _Untraceable("", reason_of(error), culprit(error, self.model)) from error
 
     def _answered(self, whole: Collection[str], draws: Draws, begin: Callable[[], None]) -> tuple[_Tracer, fx.Graph]:
         """Trace the model as it is, again and again, until all questions are answered that it asks about sizes.
@@ -591,17 +597,24 @@ class _Reading:
                 draws.mark("")
 
 
-def _written(state: ForwardState) -> tuple[str, str] | None:
-    """Which module has an attribute that was written, or reads a global that was, if any, and what to say of it."""
+def _written(state: ForwardState, opened: Collection[str]) -> _Untraceable | None:
+    """What to raise if a module has an attribute that was written, or reads a global that was, at its opened module."""
+
+    def at(path: str, reason: str) -> _Untraceable:
+        while path not in opened:
+            path = path.rpartition(".")[0]
+        return _Untraceable(path, reason)
+
     for watch in state.globals_written():
-        return watch.path, f"it changes {watch.words} as it runs, which no stage would do"
+        return at(watch.path, f"it changes {watch.words} as it runs, which no stage would do")
     for path, name, value in state.written():
         where = f"{path}.{name}" if path else name
         if not (isinstance(value, fx.Proxy) and _is_in_place(value.node, where)):
             advice = "add to a buffer in place" if isinstance(value, fx.Proxy | Tensor) else "count in a buffer"
-            return path, (
+            return at(
+                path,
                 f"it changes the attribute {where} as it runs, which no stage would do ({advice}, or move what "
-                "does so into a module of its own, which is kept whole)"
+                "does so into a module of its own, which is kept whole)",
             )
     return None
 

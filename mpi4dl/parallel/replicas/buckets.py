@@ -159,7 +159,7 @@ def is_expanded(x: Tensor) -> bool:
 
 def seen_as(flat: Tensor, like: Tensor) -> Tensor:
     """As many elements of flat memory in the shape and the strides of a parameter; what is flat stays so."""
-    return flat.as_strided(like.shape, strides_of(like))
+    return flat.view(like.shape) if like.is_contiguous() else flat.as_strided(like.shape, strides_of(like))
 
 
 def laid_out(value: Tensor, like: Tensor) -> Tensor:

@@ -46,10 +46,8 @@ class SummedParameters(dict[str, "nn.Parameter | None"]):
         dict.__setitem__(self, name, p.parameter if isinstance(p, UsedParameter) else p)
 
     def _summed(self, p: Any) -> Any:
-        if p is None or not torch.is_grad_enabled() or not p.requires_grad:
-            return p
         running = forward_pass.get()
-        return p if running is None else running.use(p)
+        return p if p is None or running is None or not torch.is_grad_enabled() else running.use(p)
 
 
 def _attribute(name: str) -> Any:
@@ -241,20 +239,22 @@ class ForwardPass:
             self._sums, self._uses = {}, {}  # autograd has them
 
     def use(self, p: Tensor) -> Tensor:
-        if id(p) not in self._sums and not isinstance(p, nn.Parameter):
-            return p  # which functional_call has put in its place
-        if id(p) not in self._sums:
-            raise RuntimeError(
-                f"a parameter of shape {tuple(p.shape)} is used with a gradient in a forward pass that began without "
-                "it: call the model with gradients enabled, unfreeze before, and make layers before the call"
-            )
-        if id(p) not in self._uses:
-            number, slot = self.buckets.place[id(p)]
-            use = _Use.apply(self, number, slot, self._sums[id(p)])
-            use.__class__, use.parameter = UsedParameter, p
-            self._uses[id(p)] = use
-            self._expected[number] += 1
-        return self._uses[id(p)]
+        with torch._C.DisableTorchFunction():
+            if not p.requires_grad or (id(p) not in self._sums and not isinstance(p, nn.Parameter)):
+                return p  # which is frozen, or which functional_call has put in its place
+            if id(p) not in self._sums:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(p.shape)} is used with a gradient in a forward pass that began "
+                    "without it: call the model with gradients enabled, unfreeze before, and make layers before the "
+                    "call"
+                )
+            if id(p) not in self._uses:
+                number, slot = self.buckets.place[id(p)]
+                use = _Use.apply(self, number, slot, self._sums[id(p)])
+                use.__class__, use.parameter = UsedParameter, p
+                self._uses[id(p)] = use
+                self._expected[number] += 1
+            return self._uses[id(p)]
 
     def used(self) -> Iterable[Tensor]:
         """What `use` has returned."""

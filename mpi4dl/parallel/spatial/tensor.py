@@ -503,7 +503,8 @@ def in_arguments(
             return x
         return type(x)(*found) if hasattr(x, "_fields") else type(x)(found)
 
-    return [each(x) for x in args], {name: each(x) for name, x in kwargs.items()} if kwargs else {}
+    found = [of(x) if isinstance(x, Tensor) else each(x) if isinstance(x, SEVERAL) else x for x in args]
+    return found, {name: each(x) for name, x in kwargs.items()} if kwargs else {}
 
 
 def _without_flat_dims(

@@ -39,7 +39,8 @@ REENTRANT = "use_reentrant=True"
 # Beside those that are refused wherever a model is cut: what is, where, and why.
 REFUSED = {
     "gems": {"Recomputing": AGAIN, "RecomputingReentrantly": AGAIN, "OldSpectralNorm": BUFFER, "Counting": BUFFER}
-    | dict.fromkeys(("Turning", "TurningByAGlobal"), "copies in both directions differ"),
+    | dict.fromkeys(("Turning", "TurningByAGlobal"), "copies in both directions differ")
+    | {"Hooking": "changes its attribute backbone.is_hooked"},
     "streaming": {"Recomputing": AGAIN, "RecomputingReentrantly": AGAIN},
     "tiles": {"RecomputingReentrantly": REENTRANT},
     "zero3": {"Following": "with ZeRO 3", "RecomputingReentrantly": REENTRANT},
