@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpi4dl._commands import runs
 from mpi4dl.comm import failure
@@ -37,10 +37,9 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
     """Measure the model that `asked.source` names. Collective."""
     from mpi4dl.inference.images import framed_for, open_to_evaluate, seen_before
     from mpi4dl.inference.model import Predictor
-    from mpi4dl.inference.scoring import judging_by, score
+    from mpi4dl.inference.scoring import about_evaluation, judging_by, score
     from mpi4dl.results.evaluations import file_of_evaluation, require_writable
     from mpi4dl.results.runs import fold_folders
-    from mpi4dl.results.slides import places_of
 
     config, options = asked.config, asked.config.evaluating
     others = others_of(options.images, options)
@@ -66,16 +65,7 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
     comm.from_first(lambda: require_writable(out or model.folder))
     scores = score(model, images, judging, speaks=True, seams=options.seams, lpips=options.lpips)
     file = file_of_evaluation(model.folder, out, datetime.now())
-    told: dict[str, Any] = {
-        "source": asked.source,
-        "weights": str(model.weights),
-        "images": others or options.images,
-        "part": options.part,
-        "warnings": warnings,
-        "plan": str(model.plan),
-        "precision": config.placing.precision,
-        **places_of(images),
-    }
+    told = about_evaluation(model, images, images=others or options.images, part=options.part, warnings=warnings)
     with comm.together():
         if comm.rank == 0:
             print("\n".join(scores.table()), flush=True)  # which stays, if the disk is full

@@ -50,6 +50,7 @@ def show(asked_for: CommandLine[PlanConfig]) -> None:
         raise ConfigError("--memory is what each of --ranks ranks has: say how many there are")
     timeline = None if shown.timeline is None else timeline_of(shown.timeline)
     from mpi4dl.estimate.search import table
+    from mpi4dl.training.fastest_plan import chosen_by
     from mpi4dl.training.measured import measured
     from mpi4dl.training.setup import with_samples
 
@@ -66,6 +67,8 @@ def show(asked_for: CommandLine[PlanConfig]) -> None:
             lines = scaled(work, asked, on, profiler, progress)
         elif searches:
             lines = searched(work, asked, profiler, flags, progress, measure)
+            if taken := chosen_by(config.parallel):
+                lines.append(f"{taken}: searched, not kept as given; leave out --ranks to see the plan of these flags")
         else:
             found = planned(work, profiler, flags, progress)
             lines = [str(found)]

@@ -138,7 +138,9 @@ def restore(engine: Kept, saved: Saved) -> dict[str, Any]:
         group.update(known)
     parameters = {name for same in stages.names_of.values() for name in same}
     for module in stages.modules_of.values():
-        buffers = {name: _own_name(engine, name) for name in module.state_dict() if name not in parameters}
+        buffers = {
+            name: _own_name(engine, name) for name in module.state_dict(keep_vars=True) if name not in parameters
+        }
         module.load_state_dict({name: saved.model.whole(own) for name, own in buffers.items()}, strict=False)
     slots: dict[str, list[str]] = {}
     for key in saved.optimizer.layout.specs:

@@ -522,7 +522,7 @@ def _wanted(stages: LocalStages, pairs: Mapping[str, str]) -> Iterator[_Wanted]:
                 runs = [(run.start, run.stop) for run in stages.runs(name, 0, p.numel())]
                 yield _Wanted(first, runs, p.data)
     for stage, module in stages.modules_of.items():
-        for name, value in module.state_dict().items() if stages.groups[stage].rank == 0 else ():
+        for name, value in module.state_dict(keep_vars=True).items() if stages.groups[stage].rank == 0 else ():
             first = stages.ties.get(name, name)
             if name not in parameters and first in pairs:
                 yield _Wanted(first, [(0, value.numel())], value)

@@ -129,8 +129,10 @@ def open_image(path: Path) -> Image:
             except Unsupported:
                 pass
         if scanned:
-            width, height = open_with_openslide(path)[0]["levels"][0]
-            return _checked(path, OpenSlideLevel(path, 0, (height, width), 1.0))
+            header = open_with_openslide(path)[0]
+            (width, height), *_ = header["levels"]
+            kind = tiff.AperioLevel if header["properties"].get("openslide.vendor") == "aperio" else OpenSlideLevel
+            return _checked(path, kind(path, 0, (height, width), 1.0))
         return _checked(path, _open_picture(path, file))
 
 

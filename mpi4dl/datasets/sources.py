@@ -221,16 +221,21 @@ def pair_table(root: Path, form: LabelForm, kind: FileKind, before: str = "") ->
     others = _by_name(second, [path.relative_to(second).as_posix() for path in files_below(second, suffixes)], suffixes)
     if not images:
         raise DatasetError(f"{first}: has no {kind.nouns}; {form.where}")
+    spare = len(others) - len(images)
     missing = [name for name in images if name not in others]
+    for ending in {other.removeprefix(missing[0]) for other in others} if missing else ():
+        if ending.startswith(("_", "-", ".")) and all(name + ending in others for name in images):
+            others, missing = {name: others[name + ending] for name in images}, []
     if missing:
         more = f", and {len(missing) - 1} others have none" if len(missing) > 1 else ""
         told = f"{first / images[missing[0]]}: has no {form.files}{more}: add {second / missing[0]}{suffixes[0]}"
+        lossy = [name for name in (f"{missing[0]}.jpg", f"{missing[0]}.jpeg") if (second / name).exists()]
+        told += f" instead of {lossy[0]}, since JPEG changes numbers" if lossy else ""
         raise DatasetError(f"{told}, or a file of this name that ends in {some(suffixes[1:])}")
     rows = []
     for name, file in images.items():
         path = f"{before}{first.name}/{file}"
         rows.append(Sample(0, path, path, path, annotation=f"{before}{second.name}/{others[name]}"))
-    spare = len(others) - len(images)
     remarks = (f"{spare} {form.files}s of {second} have no image",) if spare else ()
     return SampleTable(form.task, (), tuple(rows), {}, remarks)
 

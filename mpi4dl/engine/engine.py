@@ -466,7 +466,7 @@ class Engine(Runner):
             name: value
             for stage, module in stages.modules_of.items()
             if self.plan.ranks(0, stage)[0] == self.comm.rank
-            for name, value in module.state_dict().items()
+            for name, value in module.state_dict(keep_vars=True).items()
             if name not in trained and name not in stages.ties
         }
 

@@ -45,6 +45,7 @@ from mpi4dl.inference.tiled import Joined, TilesAlone
 from mpi4dl.results.evaluations import write_evaluation
 from mpi4dl.results.formats import Record, table
 from mpi4dl.results.names import EXAMPLES
+from mpi4dl.results.slides import places_of
 from mpi4dl.tasks.curves import CallCounts, is_rule
 from mpi4dl.tasks.formulas import as_targets
 from mpi4dl.tasks.likeness import Likeness
@@ -323,6 +324,12 @@ def mean_of(values: Sequence[Mapping[str, float]], where_defined: Collection[str
     columns = {name: torch.tensor([each[name] for each in values], dtype=torch.float64) for name in values[0]}
     kinds = {name: torch.nanmean if name in where_defined else torch.mean for name in columns}
     return lambda drawn: {name: float(kinds[name](column[drawn])) for name, column in columns.items()}
+
+
+def about_evaluation(model: Predictor, evaluated: Named, **asked: Any) -> Record:
+    """What the file of an evaluation says besides the scores: the model, where slides are, and what was asked for."""
+    found = {"source": str(model.source), "weights": str(model.weights), "plan": str(model.plan)}
+    return {**found, "precision": model.precision, **asked, **places_of(evaluated)}
 
 
 def patients_of(images: Any) -> list[str] | None:

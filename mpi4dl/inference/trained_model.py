@@ -22,7 +22,7 @@ from mpi4dl.inference.options import (
     others_of,
 )
 from mpi4dl.inference.predicting import predictions_of
-from mpi4dl.inference.scoring import Scores, judging_by, score
+from mpi4dl.inference.scoring import Scores, about_evaluation, judging_by, score
 from mpi4dl.options.config import facts
 from mpi4dl.options.declare import from_keywords
 from mpi4dl.results.evaluations import file_of_evaluation, require_writable
@@ -110,7 +110,8 @@ class TrainedModel(Predictor):
         scores = score(model, found, judging, seams=asked.seams, lpips=asked.lpips)
         if out is not None:
             file = file_of_evaluation(self.folder, Path(out), datetime.now())
-            told = {"source": str(self.source), "images": str(others or images), "precision": self.precision}
+            what = None if others is None and images is None else str(others or images)
+            told = about_evaluation(model, found, images=what, part=asked.part)
             self.comm.from_first(lambda: scores.write(file, told))
         return scores
 

@@ -125,7 +125,7 @@ def parallelize(
             comm.broadcast(x.data)
     torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[method-assign, assignment]
     cut.grid.loop = outputs  # type: ignore[assignment]
-    model.__class__ = _on_tiles(type(model), cut.grid)  # type: ignore[assignment]
+    object.__setattr__(model, "__class__", _on_tiles(type(model), cut.grid))  # Fabric's modules pass on what is set
     vars(model)["_loop"] = _Loop(cut, outputs == "spread")
     return model
 
@@ -234,8 +234,8 @@ class _Loop:
         mode = model.training, records
         number = self._num_calls[mode] = self._num_calls.get(mode, 0) + 1
         checks = number <= FIRST or number % EVERY == 0
-        parameters = self._prepare(model)
-        self._compare(model, parameters, (args, kwargs), checks)
+        parameters, buffers = self._prepare(model)
+        self._compare(model, parameters, buffers, (args, kwargs), checks)
         self._number = self._number or grid.comm.num_met
         self._is_running = True
         try:
@@ -263,8 +263,10 @@ class _Loop:
             copied.change_back(left)
         return mapped(outputs, left)
 
-    def _prepare(self, model: nn.Module) -> list[nn.Parameter]:
-        """Let modules, also new ones, have their parameters by `SummedParameters`. Returns those that are trained."""
+    def _prepare(self, model: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:
+        """Let modules, also new ones, have their parameters by `SummedParameters`. Returns those that are trained, and
+        the buffers.
+        """
         found: dict[int, nn.Parameter] = {}
         modules = list(modules_of(model))
         if any(type(module._parameters) is not SummedParameters for module in modules):
@@ -277,7 +279,7 @@ class _Loop:
             for p in dict.values(module._parameters):
                 if p is not None and p.requires_grad:
                     found[id(p)] = p
-        return list(found.values())
+        return list(found.values()), [x for module in modules for x in module._buffers.values() if x is not None]
 
     def _buckets_of(self, parameters: list[nn.Parameter]) -> GradientBuckets:
         trained = tuple((id(p), p.dtype, p.shape, p.device) for p in parameters)
@@ -354,7 +356,14 @@ class _Loop:
 
     # What ranks compare.
 
-    def _compare(self, model: nn.Module, parameters: Sequence[nn.Parameter], given: Any, checks: bool) -> None:
+    def _compare(
+        self,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        buffers: Sequence[Tensor],
+        given: Any,
+        checks: bool,
+    ) -> None:
         comm = self.tiles.grid.comm
         tensors = [x for x in tensors_in(given) if not isinstance(x, SpatialTensor)]
         places = {id(p): number for number, p in enumerate(model.parameters())}
@@ -376,8 +385,9 @@ class _Loop:
                 problem = backward_hook_in(model, comm.size)
             self._refuse(problem)
             facts["weights"] = checksum([*model.parameters(), *model.buffers()])
-        elif parameters and (one := parameters[comm.num_met % len(parameters)]).device.type == "cpu":
-            facts["weights"] = digest_of([one])
+        else:
+            some = (each[comm.num_met % len(each)] for each in (parameters, buffers) if each)
+            facts["weights"] = digest_of(x for x in some if x.device.type == "cpu")
         compared(comm, facts)
 
     def _compare_draws(self, before: Sequence[int]) -> None:
@@ -728,22 +738,27 @@ class Tiles:
         return gradient
 
     def backward(self, loss: Tensor, model: nn.Module, retain_graph: bool = False) -> None:
-        """Add to the gradients of the parameters of `model`, and of others that `loss` depends on, what
+        """Add to the gradients of the parameters of `model`, and of other tensors that `loss` depends on, what
         `loss.backward()` would add on one device. Collective.
 
         `loss` is one number, which every rank has computed alike of whole outputs, or of spread ones.
 
-        Hooks on parameters, and optimizers in such hooks, see the whole gradients.
+        Hooks on parameters, and optimizers in such hooks, see the whole gradients. A tile that requires a gradient has
+        its own part of it.
         """
         if self.grid.size == 1:
             loss.backward(retain_graph=retain_graph)
             return
+        problem = backward_hook_in(model, self.grid.size)
+        if problem is not None:
+            raise Refusal(problem)
         loss = self.whole(loss)
         compare_gradients(self.grid.comm, loss.detach(), "tiles.backward")
         known = [p for p in model.parameters() if p.requires_grad]
-        leaves = (node.variable for node in functions_behind([loss], lambda node: False) if hasattr(node, "variable"))
+        behind = functions_behind([loss], lambda node: hasattr(node, "is_of_one_rank"))
+        leaves = (node.variable for node in behind if hasattr(node, "variable"))
         # In the order of the graph, which all ranks have alike; no set has.
-        parameters = list(dict.fromkeys([*known, *(p for p in leaves if isinstance(p, nn.Parameter))]))
+        parameters = list(dict.fromkeys([*known, *(x for x in leaves if not hasattr(x, "is_of_one_rank"))]))
         self._is_in_backward = True
         try:
             with set_aside(parameters):

@@ -46,12 +46,15 @@ def fastest_plan(parallel: Parallel, comm: Communicator, work: Callable[[], Work
 
 def require_open(parallel: Parallel) -> None:
     """Raise ConfigError where options say already what `plan` auto chooses."""
+    if taken := chosen_by(parallel):
+        raise ConfigError(f"`plan` auto chooses {taken}, too, or does without: leave out one or the other")
+
+
+def chosen_by(parallel: Parallel) -> str:
+    """The options that say what a search for plans chooses, in words; nothing if there are none."""
     cuts = any(n > 1 for tiles in parallel.tiles for n in tiles)  # a volume and a text have other axes than a picture
     asked = parallel if cuts else replace(parallel, tiles=Parallel().tiles)
-    taken = [name for name in CHOSEN if getattr(asked, name) != getattr(Parallel(), name)]
-    if taken:
-        names = ", ".join(f"`{name}`" for name in taken)
-        raise ConfigError(f"`plan` auto chooses {names}, too, or does without: leave out one or the other")
+    return ", ".join(f"`{name}`" for name in CHOSEN if getattr(asked, name) != getattr(Parallel(), name))
 
 
 def choose(work: Workload, places: Sequence[NodeMemory], ranks_per_node: int) -> FastestPlan:

@@ -73,11 +73,8 @@ def step(engine: Engine, task: Task) -> float:
 
 def bits_of(engine: Engine) -> dict[str, str]:
     """Digests of all that this rank holds: values, and what the optimizer knows. With ZeRO 3, weights are shards."""
-    found = {
-        name: digest_of({name: value})
-        for name, value in engine.stages.own_state().items()
-        if engine.plan.zero < 3 or name not in engine.stages.trained
-    }
+    held = engine.stages.own_state() if engine.plan.zero < 3 else dict(engine.stages.named_buffers())
+    found = {name: digest_of({name: value}) for name, value in held.items()}
     for shard in engine.shards():
         values = {slot: value for slot, value in shard.state.items() if isinstance(value, Tensor)}
         found[f"{shard.name}[{shard.start}:{shard.stop}]"] = digest_of({"value": shard.value, **values})

@@ -251,8 +251,10 @@ def test_the_search_names_no_plan_whose_microbatch_batch_norm_refuses(capsys: py
     """A microbatch of a single sample, whose last images are of one pixel."""
     machine = Path(ROOT) / "examples" / "machines" / "lassen.toml"
     small = ["--model", "small_resnet", "--image-size", "32", "--batch-size", "2", "--machine", str(machine)]
-    main(["--ranks", "2", *small])
-    commands = [line for line in capsys.readouterr().out.splitlines() if " mpirun -n 2 " in line]
+    main(["--ranks", "2", *small, "--tiles", "1x2"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "--tiles: searched, not kept as given; leave out --ranks to see the plan of these flags"
+    commands = [line for line in lines if " mpirun -n 2 " in line]
     assert any("--tiles 1x2" in command for command in commands)
     assert not any("--microbatches 2" in command for command in commands)
 

@@ -252,6 +252,21 @@ def test_black_and_white_masks_are_asked_about(root):
     assert len(open_files(root, num_classes=128).classes) == 128
 
 
+def test_masks_may_have_one_ending_more(root):
+    plain = [mask.read(*(Interval(0, side) for side in mask.size)) for mask in map(open_files(root).label, range(3))]
+    for path in [*(root / "masks").iterdir()]:
+        path.rename(path.with_name(f"{path.stem}_mask{path.suffix}"))
+    found = open_files(root)
+    for index, mask in enumerate(plain):
+        assert np.array_equal(found.label(index).read(*(Interval(0, side) for side in mask.shape)), mask)
+    (root / "masks" / "grey_mask.png").rename(root / "masks" / "grey.png")
+    with pytest.raises(DatasetError, match="has no mask"):
+        open_files(root)
+    (root / "masks" / "grey.png").rename(root / "masks" / "grey.jpg")
+    with pytest.raises(DatasetError, match=r"grey\.png instead of grey\.jpg, since JPEG changes numbers"):
+        open_files(root)
+
+
 @pytest.mark.parametrize(
     ("harmed", "message"),
     [

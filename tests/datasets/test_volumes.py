@@ -192,7 +192,7 @@ def test_masks_that_lie_elsewhere_than_their_volumes_are_refused(
 
 
 def test_a_volume_without_a_mask_says_which_is_missing(tmp_path: Path) -> None:
-    for name in ("images/a.nii.gz", "masks/a_seg.nii.gz"):
+    for name in ("images/a.nii.gz", "masks/b.nii.gz"):
         (tmp_path / name).parent.mkdir()
         save_nifti(tmp_path / name, noise(*SIZE))
     with pytest.raises(DatasetError, match=r"images/a.nii.gz: has no mask: add .*masks/a\.npy, or a file .*\.nii\.gz"):

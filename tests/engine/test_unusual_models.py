@@ -1,5 +1,6 @@
 """Models and optimizers that are put together in unusual ways train as in plain PyTorch, or are refused."""
 
+import re
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -364,9 +365,9 @@ def change(comm: Communicator, zero: int, offload: str) -> list[str]:
                 engine.step([images[share]], targets, SIZE)
                 if change == "value":
                     with torch.no_grad():
-                        model.last.bias[:1].view(()).mul_(2) if zero < 3 else model.empty.mul_(2)
+                        model.last.bias[:1].view(()).mul_(2)
                 if change == "written" and number == 4:
-                    (model.last.bias if zero < 3 else model.empty).data.mul_(2)
+                    model.last.bias.data.mul_(2)
                 if change == "data":
                     model.last.bias.data = model.last.bias.data * 2
                 if change == "assign":
@@ -397,14 +398,13 @@ def test_a_change_of_one_stage_is_refused_by_all_ranks(comm: Communicator) -> No
 
 @pytest.mark.parametrize(("zero", "offload"), [(0, "none"), (1, "disk"), (3, "none")])
 def test_changes_that_would_be_lost_are_refused(ranks: Ranks, zero: int, offload: str) -> None:
-    wanted = {"last.bias": zero == 1, "empty": zero == 3}
+    absent = r"a parameter of shape \(.*\) is read or written outside of a step"
     for value, written, group, forward, data, assign, pruned in ranks(2).run(change, zero, offload):
-        assert "is another parameter than when the engine was made" in assign
-        assert pruned.startswith("weight_orig of Linear is another parameter than when the engine was made")
-        assert data.startswith("last.bias has other memory than") == (zero > 0)
-        for name, refused in wanted.items():
-            assert value.startswith(f"{name} was changed outside of the optimizer") == refused
-        assert written.startswith("last.bias was changed outside of the optimizer") == (zero == 1)
+        assert re.match(absent if zero == 3 else "empty of Net is another parameter than when", assign)
+        assert re.match(absent if zero == 3 else "weight_orig of Linear is another parameter than when", pruned)
+        assert re.match(("$", "last.bias has other memory than", "", absent)[zero], data)
+        for each in (value, written):
+            assert re.match(("$", "last.bias was changed outside of the optimizer", "", absent)[zero], each)
         assert group.startswith("the optimizer has other groups of parameters than") == (zero > 0)
         assert bool(forward) == (zero > 0)
         assert "was changed while the model ran" in forward or not zero

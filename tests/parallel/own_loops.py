@@ -32,11 +32,12 @@ class Network(nn.Module):
         self.recompute = recompute
 
     def body(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x)
         return self.again(torch.tanh(self.again(x))) + self.frozen(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.norm(self.first(x)))
-        x = self.body(x) if self.recompute is None else checkpoint(self.body, x, use_reentrant=self.recompute)
+        for block in (nn.Sequential(self.first, self.norm), self.body):  # one ends with what is updated in it
+            x = block(x) if self.recompute is None else checkpoint(block, x, use_reentrant=self.recompute)
         return self.head(x.mean((2, 3)))
 
 
@@ -266,17 +267,17 @@ def autograd_grad(wrap: Wrap) -> list[Tensor]:
 
 
 def attack(wrap: Wrap) -> list[Tensor]:
-    """Projected gradient descent on the images, then a step on what it found."""
-    model = wrap(made())
+    """Projected gradient descent on the images, then a step on what it found; and a temperature, a plain tensor."""
+    model, temperature = wrap(made()), torch.full((), 2.0, requires_grad=True)
     images, labels = next(batches(1))
     x = images.clone()
     for _ in range(3):
         x = x.detach().requires_grad_()
-        F.cross_entropy(model(x), labels).backward()
+        (F.cross_entropy(model(x) / temperature, labels) + x.square().mean()).backward()
         x = (x + 0.05 * x.grad.sign()).detach()
     model.zero_grad()
     F.cross_entropy(model(x), labels).backward()
-    return [x, *found_in(model)]
+    return [x, temperature.grad, *found_in(model)]
 
 
 def freezing(wrap: Wrap) -> list[Tensor]:

@@ -24,7 +24,7 @@ import mpi4dl
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel.own_loop import Tiles, checksum
 from mpi4dl.parallel.spatial import NoRule, SpatialTensor
-from tests.parallel.own_loops import LOOPS, Dense, Network, Wrap, batches, made, sgd
+from tests.parallel.own_loops import LOOPS, SHAPE, Dense, Network, Wrap, batches, made, sgd
 from tests.pool.ranks import Ranks, on_ranks
 
 PLACES = "Refusal: ranks 0 and 1 are in different calls of models, backward passes of outputs, or uses of maps"
@@ -32,11 +32,10 @@ GRIDS = {"1x2": ("1x2", 1), "2x2": ("2x2", 1), "data2": ("1x1", 2), "1x2-data2":
 EXACT = 1e-10
 
 
-# Others want gradients of images, or leave out `tiles.whole`.
+# Others call `torch.autograd.grad`, or leave out `tiles.whole`.
 OTHERS = (
     "autograd_grad",
     "compiled",
-    "attack",
     "a_chain",
     "kept_tensors",
     "recomputed_outside",
@@ -183,6 +182,21 @@ def test_tiles_backward_sums_gradients_of_equal_layers_beside_the_model(comm: Co
 
 
 @on_ranks(2)
+def test_tiles_that_require_gradients_have_their_own_parts(comm: Communicator) -> None:
+    torch.set_default_dtype(torch.float64)
+    tiles, images = mpi4dl.tiles(1, comm.size, comm=comm), next(batches(1))[0]
+    (expected,) = torch.autograd.grad(made()(x := images.clone().requires_grad_()).square().sum(), x)
+    box = tiles.grid.box(len(images), SHAPE[2:])
+    own = slice(*box.batch), slice(None), slice(*box.rows), slice(*box.cols)
+    read, cut = images[own].clone().requires_grad_(), tiles.cut(images).requires_grad_()
+    for x in (tiles.join(read, SHAPE[2:]), tiles.join(read * 1, SHAPE[2:]), cut):
+        read.grad = None
+        tiles.backward(tiles.whole(made()(x)).square().sum(), model := made())
+        assert model.head.weight.grad is None
+        torch.testing.assert_close(cut.grad.local if x is cut else read.grad, expected[own])
+
+
+@on_ranks(2)
 def test_models_with_unusual_buffers_and_copies_of_them(comm: Communicator) -> None:
     model = made(Dense)
     model.register_buffer("expanded", torch.ones(1).expand(3))
@@ -230,6 +244,14 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
             if comm.rank and number == 4:
                 nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
             optimizer.step()
+
+    @refused_with("Refusal: the parameters or buffers of ranks 0 and 1 differ")
+    def buffers_of_one_rank(wrap: Wrap) -> None:
+        model = wrap(made())
+        for number in range(12):
+            model(images)
+            if comm.rank and number == 4:
+                model.norm.running_mean.zero_()
 
     @refused_with("Refusal: the ranks computed other losses of the same outputs")
     def another_head(wrap: Wrap) -> None:
@@ -320,6 +342,12 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
         model.again.register_full_backward_hook(lambda module, inputs, outputs: None)
         wrap(model)(images)
 
+    @refused_with("Refusal: head has a backward hook, which would see the part of one rank")
+    def a_backward_hook_in_three_calls(wrap: Wrap) -> None:
+        tiles, model = mpi4dl.tiles(1, comm.size, comm=comm), made()
+        model.head.register_full_backward_hook(lambda module, inputs, outputs: None)
+        tiles.backward(tiles.whole(model(tiles.cut(images))).sum(), model)
+
     @refused_with("Refusal: the model got tensors of shapes [(4, 3, 18, 1)], none of which can be cut into 1 x 2 tiles")
     def a_small_image(wrap: Wrap) -> None:
         wrap(made())(images[..., : comm.size - 1])
@@ -352,7 +380,7 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
 
     @refused_with("NoRule: torch.autograd.Function in module Network has no exact rule")
     def checkpoints_of_the_old_kind(wrap: Wrap) -> None:
-        wrap(made(Network, recompute=True))(images)
+        wrap(made(Network, recompute=True))(images.clone().requires_grad_())
 
     @refused_with("Refusal: ranks 0 and 1 call the model in other modes")
     def another_mode(wrap: Wrap) -> None:
@@ -466,7 +494,7 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
         cut = tiles.cut(images.clone().requires_grad_())
         (cut * cut).mean().backward()
 
-    assert len(found) == 36
+    assert len(found) == 38
     assert {name: message for name, (words, message) in found.items() if not message.startswith(words)} == {}
 
 

@@ -45,7 +45,7 @@ TILES_2x2 = ("--tiles", "2x2")
 REPORTED = (2, 3, 4, 6)  # every second step, and the last one of each epoch
 SINGLE = 1e-4
 WEIGHTS = "model.safetensors"
-MOST_MODULES = 166
+MOST_MODULES = 167
 STEP_LINE = (
     r"step \d+ of 6  epoch [12]  loss [\d.]+  [\d.]+ images/s  data wait [\d.]+ %  comm wait [\d.]+ %  "
     r"peak memory \d+ MiB(  \d+ \w+ left)?"

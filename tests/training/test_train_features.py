@@ -351,8 +351,8 @@ def by_python(comm: Communicator, folder: Path, run: Path) -> tuple[list[dict[st
     features, table = folder / "features", folder / "slides.csv"
     records = list(model.predict(features=features, out=folder / f"python{comm.size}", maps="none"))
     found: list[Any] = [
-        model.evaluate(slides=table, features=features, threshold=threshold, positive="b", resamples=0)
-        for threshold in (1.0, "youden")
+        model.evaluate(None, out, slides=table, features=features, threshold=threshold, positive="b", resamples=0)
+        for threshold, out in ((1.0, None), ("youden", folder / "scored"))
     ]
     found.append(model.evaluate(resamples=0, threshold=0.0))  # on the slides that validated
     with pytest.raises(Refusal, match="`threshold` is 'most'"):
@@ -399,9 +399,14 @@ def test_bags_are_predicted_and_evaluated_alike_by_any_number_of_ranks_and_by_py
         for row in rows:
             expected = found[0][Path(row["image"]).stem]["probabilities"]["b"]
             assert float(row["probability b"]) == pytest.approx(expected, abs=1e-6)
-    told = json.loads((out / "evaluation.json").read_text())["metrics"]
-    metrics = {name: value["value"] for name, value in told.items() if value["value"] != "nan"}
-    for records, scores in ranks(2).run(by_python, tmp_path, run):
+    told = json.loads((out / "evaluation.json").read_text())
+    metrics = {name: value["value"] for name, value in told["metrics"].items() if value["value"] != "nan"}
+    of_python = ranks(2).run(by_python, tmp_path, run)
+    scored = json.loads((tmp_path / "scored" / "evaluation.json").read_text())
+    assert set(told) - set(scored) == {"warnings"}
+    for name in ("source", "weights", "plan", "precision", "images", "part", "root", "slides"):
+        assert scored[name] == told[name], name
+    for records, scores in of_python:
         assert [each["image"] for each in records] == [each["image"] for each in lines[0]]
         for one, two in zip(records, lines[0], strict=True):
             assert one["probabilities"] == pytest.approx(two["probabilities"], abs=1e-6)

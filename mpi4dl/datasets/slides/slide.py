@@ -303,8 +303,10 @@ def _openslide_file(path: Path, main: Path) -> SlideFile:
     header, profile = open_with_openslide(main)
     found: Mapping[str, str] = header["properties"]
     sizes, downsamples = header["levels"], header["downsamples"]
+    vendor = found.get("openslide.vendor", "")
+    kind = tiff.AperioLevel if vendor == "aperio" else OpenSlideLevel
     levels = tuple(
-        Level(OpenSlideLevel(main, number, (height, width), float(downsample)), float(downsample))
+        Level(kind(main, number, (height, width), float(downsample)), float(downsample))
         for number, ((width, height), downsample) in enumerate(zip(sizes, downsamples, strict=True))
     )
     across, down = _number(found.get("openslide.mpp-x")), _number(found.get("openslide.mpp-y"))
@@ -318,7 +320,6 @@ def _openslide_file(path: Path, main: Path) -> SlideFile:
         if height > 0 and width > 0 and Interval(0, whole[0]).covers(rows) and Interval(0, whole[1]).covers(cols):
             bounds = rows, cols
     power = _number(found.get("openslide.objective-power"))
-    vendor = found.get("openslide.vendor", "")
     return SlideFile(path, levels, mpp, power, bounds, bytes(profile) or None, vendor, aspect)
 
 

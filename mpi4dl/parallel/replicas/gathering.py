@@ -21,9 +21,41 @@ from torch.overrides import TorchFunctionMode
 from mpi4dl.comm import Communicator, Pending, Refusal
 from mpi4dl.parallel.replicas.buckets import BucketLayout
 
-# Attributes that give a parameter's values; all others only look at its shape and the like.
+# Attributes that give a parameter's values, beside `data`.
 VIEWS = frozenset(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
 KEPT = 2  # buckets that stay after their use: a layer's weight and bias may lie in two
+# Functions that look at no values of a parameter, like most attributes.
+ABOUT = frozenset(
+    "size dim ndimension numel nelement stride storage_offset element_size get_device data_ptr untyped_storage __len__ "
+    "is_contiguous is_floating_point is_complex requires_grad_ register_hook register_post_accumulate_grad_hook "
+    "zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full".split()
+)
+
+
+def needs_values(function: Any) -> bool:
+    """Whether a function of a parameter reads or writes its values."""
+    data: Any = Tensor.data  # which rules of tensors that are spread replace when they are imported
+    if getattr(function, "__name__", "") not in ("__get__", "__set__", "__delete__"):
+        return getattr(function, "__name__", "") not in ABOUT
+    return function in VIEWS or function in (data.__get__, data.__set__)
+
+
+class AbsentParameter(nn.Parameter):
+    """A parameter of which a rank has its own part alone. PyTorch would find numbers that are none."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if needs_values(function):
+            shape = next((f" of shape {tuple(x.shape)}" for x in args if isinstance(x, AbsentParameter)), "")
+            raise Refusal(
+                f"a parameter{shape} is read or written outside of a step, when with ZeRO 3 each rank has a part of it "
+                "alone: call engine.gather_state() or engine.predict(), change weights before the engine is made, or "
+                "train with ZeRO 2 or less"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
 
 
 class Gatherer:
@@ -34,6 +66,7 @@ class Gatherer:
 
     def __init__(self, parameters: Sequence[nn.Parameter], layout: BucketLayout, comm: Communicator) -> None:
         self.parameters, self.layout = list(parameters), layout
+        self._kinds = [type(p) for p in self.parameters]
         self.comm = comm.split(0, comm.rank)  # its messages meet no others
         self._parts: list[Tensor] = []
         self._absent: dict[int, Tensor] = {}  # by parameter
@@ -51,12 +84,17 @@ class Gatherer:
         for number, bucket in enumerate(layout.buckets):
             part = layout.flatten(number, self.parameters)[layout.own(number)].clone()
             self._parts.append(part)
-            # Shapes stay to be seen; a value that is read while it is not there is no number.
+            # Shapes stay to be seen.
             nothing = torch.full((), torch.nan, dtype=part.dtype, device=part.device)
             for i in bucket.members:
                 self.bucket_of[id(self.parameters[i])] = number
                 self._absent[i] = nothing.expand(self.parameters[i].shape)
-                self.parameters[i].data = self._absent[i]
+                self._take_away(i)
+
+    def _take_away(self, i: int) -> None:
+        self.parameters[i].data = self._absent[i]
+        if self._absent[i].numel():
+            self.parameters[i].__class__ = AbsentParameter
 
     def part(self, number: int) -> Tensor:
         """This rank's part of a bucket, flat; it may be changed while no parameter is whole."""
@@ -98,6 +136,8 @@ class Gatherer:
         pending.wait()
         self._whole[number] = flat
         self._addresses[flat.untyped_storage().data_ptr()] = number
+        for i in self.layout.buckets[number].members:
+            self.parameters[i].__class__ = self._kinds[i]
         self.layout.point(number, self.parameters, flat)
         self._versions[number] = self._version(number)
 
@@ -144,7 +184,7 @@ class Gatherer:
         self._exposed.discard(number)
         self._addresses.pop(flat.untyped_storage().data_ptr(), None)  # buckets of no elements share an address
         for i in self.layout.buckets[number].members:
-            self.parameters[i].data = self._absent[i]
+            self._take_away(i)
         self.freed.append((number, StorageWeakRef(flat.untyped_storage())))
 
     def _forget(self) -> None:
@@ -237,9 +277,8 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        data: Any = Tensor.data  # which rules of tensors that are spread replace when they are imported
-        is_view = function in VIEWS or function == data.__get__
-        if is_view or getattr(function, "__name__", "") != "__get__":
+        if needs_values(function):
+            data: Any = Tensor.data
             found: list[int] = []
             self._find(args, found)
             if kwargs:
@@ -250,7 +289,7 @@ class _Watch(TorchFunctionMode):
                     self._gatherer.expose(found[0])
                 elif function == data.__set__:
                     self._gatherer.refuse(found[0])
-                elif torch.is_grad_enabled() and not is_view and not getattr(function, "__name__", "").endswith("_"):
+                elif torch.is_grad_enabled() and not getattr(function, "__name__", "").endswith("_"):
                     args, kwargs = self._as_values(args), {key: self._as_value(x) for key, x in (kwargs or {}).items()}
         return function(*args, **(kwargs or {}))
 

@@ -309,6 +309,9 @@ class ReplicaGroup:
         problem = hook_on_gradient(named, isinstance(self.reducer, LocalGradients), num_passes, in_parts)
         if problem is not None:
             raise Refusal(problem)
+        if self.gatherer is not None:
+            self.gatherer.free()  # what an error in the last step left
+            self.gatherer.freed = []  # what evaluations freed may have become their outputs
         if isinstance(self.reducer, Reducer):
             self._hooked = [defer_hooks(p, self.reducer) for p in self.parameters]
         if not self.in_place and len(self.optimizer.param_groups) != self.update.num_groups:
@@ -329,8 +332,6 @@ class ReplicaGroup:
             raise Refusal(problem)
         if not self._copied:
             self._know()
-        if self.gatherer is not None:
-            self.gatherer.freed = []  # what evaluations freed may have become their outputs
         self.reducer.prepare(accumulate=True)
 
     def unfreeze(self, names: Collection[str]) -> None:

@@ -169,8 +169,6 @@ def problem_with(
             "the optimizer has parameters that the model does not have, as after it was passed to another engine: make "
             "a new one, of model.parameters()"
         )
-    if any(p.untyped_storage().nbytes() < p.nbytes for p in own.values()):
-        return "the model's parameters are not there: another engine has shared them out by ZeRO 3; build it again"
     if any(float(state.get("step", 1)) for p in own.values() if (state := optimizer.state.get(p))):
         return "the optimizer has made steps already: build the engine before the first step"
     overlap = _overlap(parameters)

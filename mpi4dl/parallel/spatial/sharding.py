@@ -6,7 +6,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from mpi4dl.comm.exchange import narrow
+from mpi4dl.comm.exchange import linear, narrow
 from mpi4dl.comm.streams import carried
 from mpi4dl.geometry import BATCH, Split, Tiling
 from mpi4dl.parallel.spatial import halo
@@ -151,6 +151,9 @@ def from_tiling(tile: Tensor, grid: Grid, tiling: Tiling, device: torch.device |
 def _spread(tile: Tensor, grid: Grid, tiling: Tiling, has_samples: bool = False) -> SpatialTensor:
     dims = image_dims(grid, tile.dim(), has_samples)
     grid.halo_prefetch.enter()
+    if tile.requires_grad:  # `Tiles.backward` sums no gradients of what other ranks have not
+        tile = tile if tile.is_leaf else linear(tile, Tensor.detach, lambda gradient: gradient)
+        (tile if tile.is_leaf else tile.grad_fn).is_of_one_rank = True  # type: ignore[union-attr]
     return SpatialTensor(tile, Layout(grid, _tiling(dims, tiling), dims))
 
 

@@ -12,14 +12,16 @@ import tifffile
 from mpi4dl.datasets import BadImage, DatasetError
 from mpi4dl.datasets.base import WholeImage
 from mpi4dl.datasets.files import open_image
+from mpi4dl.datasets.reader_process import OpenSlideLevel
 from mpi4dl.datasets.slides.annotations import RegionMask, read_annotations
 from mpi4dl.datasets.slides.compose import FORMATS, Composition, Disc, composition, write_slide
 from mpi4dl.datasets.slides.geojson import collection, feature, outlines, squares
 from mpi4dl.datasets.slides.slide import Level, Resolution, Slide, SlideFile, open_slide
+from mpi4dl.datasets.tiff import AperioLevel
 from mpi4dl.geometry import Interval
 from mpi4dl.options.config import parse
 from mpi4dl.options.sources import source_of
-from tests.datasets.slides.layouts import LAYOUTS, MPP, TILED, label_of, picture, pyramid
+from tests.datasets.slides.layouts import APERIO, LAYOUTS, MPP, TILED, label_of, picture, pyramid
 from tests.pool.job import mpirun
 
 SIDE = 2100  # px: two levels
@@ -369,6 +371,45 @@ def test_a_damaged_slide_is_named(folder: Path, tmp_path: Path) -> None:
         (tmp_path / f"cut{ending}").write_bytes(content[: len(content) // 3])
         with pytest.raises(BadImage, match=f"cut{ending}"):
             whole(open_slide(tmp_path / f"cut{ending}"))
+
+
+@pytest.mark.parametrize("colours", [{}, {"photometric": "ycbcr", "subsampling": (2, 2)}], ids=["RGB", "YCbCr"])
+def test_tiles_of_svs_are_read_here_as_openslide_reads_them(tmp_path: Path, colours: dict[str, Any]) -> None:
+    """And by it, where tiles are missing: it fills them by those of a finer level."""
+    path, levels = tmp_path / "slide.svs", pyramid(picture((500, 701)))
+    with tifffile.TiffWriter(path) as file:
+        for level in levels:
+            file.write(level, description=f"{APERIO}|MPP = 0.5", **TILED | {"compression": "jpeg"} | colours)
+    for number, (level, downsample) in enumerate(open_slide(path).file.levels):
+        assert isinstance(level, AperioLevel)
+        assert level._image is not None
+        scanned = OpenSlideLevel(path, number, level.size, downsample)
+        every = [Interval(0, side) for side in level.size]
+        for box in (every, [Interval(side // 3, side) for side in level.size]):
+            assert np.array_equal(level.read(*box), scanned.read(*box))
+    with tifffile.TiffFile(path, mode="r+b") as file:
+        file.pages[1].tags["TileByteCounts"].overwrite([0, *file.pages[1].databytecounts[1:]])
+    finest, (coarser, _), _ = open_slide(path).file.levels
+    assert finest.image._image is not None  # type: ignore[attr-defined]
+    assert coarser._image is None  # type: ignore[attr-defined]
+    assert coarser.read(*(Interval(0, side) for side in coarser.size)).shape[:2] == coarser.size
+
+
+@pytest.mark.parametrize("ending", [".svs", ".tif"])
+@pytest.mark.parametrize("rest", [b"\0", b"\xff\xd9"], ids=["nothing", "an end"])
+def test_a_tile_of_which_not_all_was_copied_is_named(tmp_path: Path, ending: str, rest: bytes) -> None:
+    """Decoders show grey, or any colours, for zeros behind the first part of a JPEG."""
+    path = tmp_path / f"slide{ending}"
+    tifffile.imwrite(path, picture((500, 701)), description=f"{APERIO}|MPP = 0.5", **TILED | {"compression": "jpeg"})
+    with tifffile.TiffFile(path) as file:
+        start, count = file.pages[0].dataoffsets[1], file.pages[0].databytecounts[1]
+    content = bytearray(path.read_bytes())
+    content[start + count // 2 : start + count] = (rest * count)[: count - count // 2]
+    path.write_bytes(content)
+    slide = open_slide(path)
+    slide.read(Interval(0, 100), Interval(0, 100))
+    with pytest.raises(BadImage, match=f"slide{ending}: has no end of the picture in tile 1, or one before"):
+        whole(slide)
 
 
 def test_a_composition_does_not_depend_on_boxes() -> None:

@@ -1,5 +1,6 @@
-"""ZeRO 3's parameters are whole while they are used, come ahead of their use, and are no numbers at other times."""
+"""ZeRO 3's parameters are whole while they are used, come ahead of their use, and are refused at other times."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -80,7 +81,9 @@ def keep_little(comm: Communicator) -> tuple[int, list[tuple[int, ...]], float]:
     with there_together([gatherer]):
         for p, was in zip(model.parameters(), before, strict=True):
             torch.testing.assert_close(p + 0, was, rtol=0, atol=0)
-    assert all(p.data.isnan().all() for p in model.parameters())
+    for read in (Tensor.detach, lambda p: p.data, lambda p: p.T, lambda p: p * 2, copy.deepcopy, nn.init.zeros_):
+        with pytest.raises(Refusal, match=r"a parameter.* is read or written outside of a step"):
+            read(next(model.parameters()))
     return stored // 8, [tuple(p.shape) for p in model.parameters()], own / 8
 
 

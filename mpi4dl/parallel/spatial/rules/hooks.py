@@ -289,6 +289,7 @@ def format_(x: SpatialTensor, specification: str) -> str:
 @register(Tensor.requires_grad_, Tensor.requires_grad.__set__, flat=True)  # type: ignore[attr-defined]
 def requires_grad_(x: SpatialTensor, requires_grad: bool = True) -> SpatialTensor:
     (x.local if x.parameter is None else x.parameter).requires_grad_(requires_grad)
+    x.local.is_of_one_rank = True  # type: ignore[attr-defined]
     return x
 
 

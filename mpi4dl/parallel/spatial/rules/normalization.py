@@ -65,14 +65,14 @@ def normalize(
 
 @dataclass(frozen=True)
 class WaitingNorm:
-    """A norm that is to be computed with others: `done(y, moments)` is called with what `normalize` returns."""
+    """A norm that is to be computed with others: `done(y)` is called with its output."""
 
     norm: Norm
     x: Tensor
     weight: Tensor | None
     bias: Tensor | None
     tracked: Tracked
-    done: Callable[[Tensor, Tensor | None], None]
+    done: Callable[[Any], None]
     version: int
 
     def compute(self, waiting: Sequence["WaitingNorm"]) -> None:
@@ -85,7 +85,7 @@ class WaitingNorm:
         with torch.inference_mode(False), torch.enable_grad():
             found = _Normalize.apply([(task.norm, task.tracked) for task in waiting], *tensors)
         for i, task in enumerate(waiting):
-            task.done(*found[2 * i : 2 * i + 2])
+            task.done(found[2 * i])
 
 
 def may_wait(halo_prefetch: HaloPrefetch, *tensors: Tensor | None) -> bool:
@@ -99,6 +99,15 @@ def may_wait(halo_prefetch: HaloPrefetch, *tensors: Tensor | None) -> bool:
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         and not substitutes
     )
+
+
+def _track(running: Tracked, moments: Tensor) -> None:
+    """Update running statistics before anything is saved: there, as PyTorch's kernel has, recomputation may stop."""
+    mean, variance, momentum = running
+    if mean is not None and variance is not None:
+        known = moments.to(mean.dtype)
+        # Without a count of writes, as PyTorch's own.
+        torch._foreach_lerp_([mean.data, variance.data], [known[0], known[2]], momentum)
 
 
 class _Normalize(LocalFunction):
@@ -128,6 +137,8 @@ class _Normalize(LocalFunction):
             kept, moments = kernels.merged(norm, x, theirs, weight, running)
             if moments is not None:
                 known.append(moments)
+                if running is not UNTRACKED:
+                    _track(running, moments)
             outputs += [kernels.applied(norm, x, around, kept, weight, bias), moments]
             saved += [x, weight, *kept, *around]
         ctx.mark_non_differentiable(*known)
@@ -255,22 +266,14 @@ def batch_norm(
     result = SpatialTensor.promise(x, norm.output, needs_gradient)
 
     tracked = running_mean, running_var, momentum
-
-    def done(y: Tensor, moments: Tensor | None) -> None:
-        result.fulfil(y)
-        if running_mean is not None and running_var is not None and moments is not None:
-            known = moments.to(running_mean.dtype)
-            running = [running_mean.data, running_var.data]  # without a count of writes, as PyTorch's own
-            torch._foreach_lerp_(running, [known[0], known[2]], momentum)
-
     patient = halo_prefetch.can_wait(weight) and _is_pytorchs()
     if (patient or halo_prefetch.waiting) and may_wait(halo_prefetch, x, weight, bias):
-        halo_prefetch.wait(WaitingNorm(norm, x, weight, bias, tracked, done, x._version))
+        halo_prefetch.wait(WaitingNorm(norm, x, weight, bias, tracked, result.fulfil, x._version))
         result.before_first_look(halo_prefetch.flush)
         if not patient:
             halo_prefetch.flush()
     else:
-        done(*normalize(norm, x, weight, bias, tracked))
+        result.fulfil(normalize(norm, x, weight, bias, tracked)[0])
     if weight is None:
         return result
     if not patient:
@@ -389,11 +392,11 @@ def instance_norm(
         return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     y, moments = _by_sample(input, input.shape[1], weight, bias, eps, "torch.nn.functional.instance_norm")
     if running_mean is not None:
-        _track(input.layout, (running_mean, running_var), moments, momentum)
+        _track_samples(input.layout, (running_mean, running_var), moments, momentum)
     return y
 
 
-def _track(layout: Layout, running: tuple[Tensor, Tensor | None], moments: Tensor, momentum: float) -> None:
+def _track_samples(layout: Layout, running: tuple[Tensor, Tensor | None], moments: Tensor, momentum: float) -> None:
     """Running statistics of instance norm: the means, over the batch, of each sample's mean and unbiased variance."""
     channels = running[0].shape[0]
     values = moments[:3:2].view(2, -1, channels)
