@@ -256,7 +256,7 @@ def test_every_way_to_split_keeps_patients_whole(
         with pytest.raises(DatasetError, match="more than"):
             split_slides(rows, "classify", **how)
         return
-    path: Path = tmp_path_factory.getbasetemp() / "folds.csv"
+    path: Path = tmp_path_factory.getbasetemp() / "of_folds.csv"  # no other test takes it for that of its runs
     held_out: list[str] = []
     for fold in range(folds):
         found, _ = split_slides(rows, "classify", fold=fold, **how)
