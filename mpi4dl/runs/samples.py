@@ -45,6 +45,10 @@ class RunSample(NamedTuple):
     covariates: str = ""
 
     @property
+    def tells_patient(self) -> bool:
+        return self.patient not in (self.file, self.name)
+
+    @property
     def content(self) -> tuple[int, int] | None:
         """What tells a file from others, whatever its name; None of a folder, of which metadata alone are compared."""
         if self.num_bytes is None or self.checksum is None or self.file.lower().endswith(ZARR_SUFFIXES):
@@ -153,7 +157,7 @@ class RunSamples(NamedTuple):
         return {each.file if times[each.file] == 1 else f"{each.split} {each.file}": each for each in self.samples}
 
     def require_unchanged(self, now: "RunSamples") -> None:
-        """Raise ConfigError if a sample has another label or other covariates, or its file other content, than here.
+        """Raise ConfigError if a sample has another label, patient or other covariates, or its file other content.
 
         A file that is in another folder now is known by its size and its checksum, if no other file has both.
         """
@@ -168,10 +172,16 @@ class RunSamples(NamedTuple):
             for name, was, now in both
             if was.covariates != now.covariates
         ]
+        patients = [
+            f"{name} ({was.patient}, now {now.patient})"
+            for name, was, now in both
+            if was.patient != now.patient and (was.tells_patient or now.tells_patient)
+        ]
         files = [name for name, new in pairs if name == new and _differ(before[name], after[name])]
         for changed, what, back in (
             (labels, "with another label", "put the labels back, or train with the new ones"),
             (covariates, "with other covariates", "put the cells back, or train with the new ones"),
+            (patients, "of another patient", "put the cells back, or split anew"),
             (files, "with other content", "put the files back, or train on the new ones"),
         ):
             if changed:

@@ -185,6 +185,11 @@ def test_all_folds_of_images_are_trained_and_summarised(ranks: Ranks, images: Pa
     assert "without 1 sample that the table has now: p9_0.png" in ranks(1).run(refused, train, again)[0]
     (images / "labels.csv").write_text(text.replace("patient 3;tumour", "patient 3;benign"))
     assert "3 samples with another label than when the run began: p3_0.png" in ranks(1).run(refused, train, again)[0]
+    (images / "labels.csv").write_text(text.replace("p3_0.png;patient 3", "p3_0.png;patient 1"))
+    assert (
+        "1 sample of another patient than when the run began: p3_0.png (patient 3, now patient 1)"
+        in ranks(1).run(refused, train, again)[0]
+    )
 
 
 def test_masks_may_be_named_in_a_table(images: Path, tmp_path: Path) -> None:
