@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mpi4dl.comm.exchange import Like, linear
 from mpi4dl.geometry import BATCH, Interval, Tiling, TransposedWindow, Window, ceil_div
@@ -142,8 +143,8 @@ def _sum_along(x: Tensor, dim: int, sums: Sums) -> Tensor:
 LONGEST_PERIOD = 16
 EXACT_IN_FLOAT32 = 1 << 24
 
-Kernel = Literal["quick", "float32", "float64", "cuda", "cuda backward"]
-OF_CPU: tuple[Kernel, ...] = ("quick", "float32", "float64")
+Kernel = Literal["quick", "float32", "fused", "float64", "cuda", "cuda backward"]
+OF_CPU: tuple[Kernel, ...] = ("quick", "float32", "fused", "float64")
 OF_CUDA: tuple[Kernel, ...] = ("cuda", "cuda backward")
 
 
@@ -154,7 +155,8 @@ class Resampling:
     `scale` is input rows per output row, as PyTorch computes it: size / output, or (size - 1) / (output - 1) where
     the corners are aligned, or the reciprocal of a scale factor that the caller gave. `kernel` is that of PyTorch's
     which finds the nearest rows: "quick", which copies and doubles rows where that makes the output's size, whatever
-    the scale, and otherwise multiplies in float32; or the general one, which multiplies in float32 or in float64. On
+    the scale, and otherwise multiplies in float32; or the general one, which multiplies in float32 or in float64.
+    "fused" is that of processors that multiply and add in float32 at once: (row + 0.5) * scale - 0.5, and 0.5. On
     it depends which of the needed rows are taken, but nothing that ranks must agree on: a part of a pixel or of none
     does not tell in which format the whole is. CUDA's multiplies in float32, and finds the rows for its backward by the
     reciprocal scale (aten/src/ATen/native/cuda/UpSample.cuh).
@@ -231,8 +233,10 @@ class Resampling:
             return [(row, 1.0)]
         if self.mode.startswith("nearest"):
             centre = row if self.mode == "nearest" else row + 0.5
-            wide = self.kernel == "float64"
-            place = centre * self.scale if wide else np.float32(centre) * np.float32(self.scale)
+            wide, of_32 = centre * self.scale, np.float32(centre) * np.float32(self.scale)
+            place = wide if self.kernel == "float64" else of_32
+            if self.kernel == "fused" and self.mode == "nearest-exact":  # exact in float64, and rounded once
+                place = np.float32(centre * float(np.float32(self.scale)) - 0.5) + np.float32(0.5)
             return [(row // self._times if self._times else min(floor(np.float32(place)), last), 1.0)]
         position = row * self.scale if self.align_corners else (row + 0.5) * self.scale - 0.5
         if self.mode == "linear":
@@ -365,7 +369,16 @@ def _kernel(x: Tensor, output: Sequence[int], mode: str) -> Kernel:
         return "cuda"
     if not mode.startswith("nearest") or quick:
         return "quick"
-    return "float64" if x.dtype == torch.float64 else "float32"
+    return "float64" if x.dtype == torch.float64 else general_kernel()
+
+
+@lru_cache(maxsize=1)
+def general_kernel() -> Kernel:
+    """That of this processor for float32: of 4 rows made 218, which is row 54?"""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():  # also of runs on shapes, and of counts
+        rows = torch.arange(4, dtype=torch.float32, device="cpu").view(1, 1, 4, 1).expand(1, 4, 4, 200).contiguous()
+        found = F.interpolate(rows, (218, 200), mode="nearest-exact")[0, 0, 54, 0]
+        return "fused" if found.item() == 1 else "float32"
 
 
 def _last_two(x: Tensor, *mappings: Resampling | None) -> Tensor:
