@@ -122,7 +122,7 @@ LOSSY = (6, 7, *DEADLY, 33007, 34892)  # JPEG, JPEG XR, and JPEG under other num
 # Of JPEG: a segment begins with its mark, kind and length; that of a frame has bits, height and width then.
 START_OF_JPEG, SCAN_OF_JPEG, END_OF_JPEG, MARK = b"\xff\xd8", b"\xff\xda", b"\xff\xd9", 0xFF
 FRAME = struct.Struct(">BBHBHH")
-MOST_BEHIND = 64  # bytes behind the end of a JPEG, beside zeros
+MISSING = 64  # zeros instead of the end of a JPEG, in files of which not all was copied
 FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended, progressive
 BEFORE_FRAME = (0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE)  # tables, restart interval, applications, comment
 
@@ -411,13 +411,15 @@ def _pixels_of_jpeg(data: bytes) -> int | None:
 def _is_measured(path: Path, index: int, data: bytes, sides: tuple[int, int]) -> bool:
     """Whether the size of a tile that is a picture is known: a few bytes may claim any number of pixels.
 
-    Raises BadImage for a picture that is far larger than the tile that it is to be, and for a JPEG without an end, as
-    in files of which not all was copied: decoders show grey for what is missing, or any colours.
+    Raises BadImage for a picture that is far larger than the tile that it is to be, and for a JPEG that ends in zeros,
+    for which decoders show grey, or any colours.
     """
-    if data.startswith(START_OF_JPEG):
-        end = data.find(END_OF_JPEG, data.rfind(SCAN_OF_JPEG))
-        if end < max(0, len(data.rstrip(b"\0")) - MOST_BEHIND):
-            raise BadImage(path, f"has no end of the picture in tile {index}, or one before its end: it is damaged")
+    if (
+        data.startswith(START_OF_JPEG)
+        and not any(data[-MISSING:])
+        and data.rfind(END_OF_JPEG) < data.rfind(SCAN_OF_JPEG)
+    ):
+        raise BadImage(path, f"has a JPEG in tile {index} that ends in zeros: not all of it was copied")
     pixels = _pixels_of_jpeg(data)
     try:
         if pixels is None:

@@ -396,19 +396,18 @@ def test_tiles_of_svs_are_read_here_as_openslide_reads_them(tmp_path: Path, colo
 
 
 @pytest.mark.parametrize("ending", [".svs", ".tif"])
-@pytest.mark.parametrize("rest", [b"\0", b"\xff\xd9"], ids=["nothing", "an end"])
-def test_a_tile_of_which_not_all_was_copied_is_named(tmp_path: Path, ending: str, rest: bytes) -> None:
+def test_a_tile_of_which_not_all_was_copied_is_named(tmp_path: Path, ending: str) -> None:
     """Decoders show grey, or any colours, for zeros behind the first part of a JPEG."""
     path = tmp_path / f"slide{ending}"
     tifffile.imwrite(path, picture((500, 701)), description=f"{APERIO}|MPP = 0.5", **TILED | {"compression": "jpeg"})
     with tifffile.TiffFile(path) as file:
         start, count = file.pages[0].dataoffsets[1], file.pages[0].databytecounts[1]
     content = bytearray(path.read_bytes())
-    content[start + count // 2 : start + count] = (rest * count)[: count - count // 2]
+    content[start + count // 2 : start + count] = bytes(count - count // 2)
     path.write_bytes(content)
     slide = open_slide(path)
     slide.read(Interval(0, 100), Interval(0, 100))
-    with pytest.raises(BadImage, match=f"slide{ending}: has no end of the picture in tile 1, or one before"):
+    with pytest.raises(BadImage, match=f"slide{ending}: has a JPEG in tile 1 that ends in zeros"):
         whole(slide)
 
 
