@@ -8,8 +8,8 @@
     read        boxes of tiled TIFF and of SVS, small pictures      tifffile, OpenSlide, Pillow
 
 Each contestant is a process of one thread, and they take turns. CPU seconds are those of the process and of its
-children that have ended; for us OpenSlide works in a child, whose row is by wall time. Memory is the peak, loading
-included, above that of the imports, with the pages of files.
+children that have ended; for us OpenSlide opens SVS in a child, and tiles are read in the process. Memory is the peak,
+loading included, above that of the imports, with the pages of files.
 """
 
 import random
