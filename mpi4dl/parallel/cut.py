@@ -21,10 +21,9 @@ from mpi4dl.comm import Communicator
 from mpi4dl.parallel.costs.cost_model import ASSUMED, Profiler, StageCosts, costs_for, measured_costs
 from mpi4dl.parallel.costs.sites import sites_of
 from mpi4dl.parallel.costs.units import count_bytes
-from mpi4dl.parallel.pipeline.checking import FAILING, UNSEEN, Checked, check_cut
+from mpi4dl.parallel.pipeline.checking import Checked, check_cut
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.pipeline.split import Cuttable, materialize, outline
-from mpi4dl.parallel.pipeline.trace import reason_of
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import StreamOptions, choose_leading_part
 from mpi4dl.parallel.tensor.styles import Styles
@@ -177,10 +176,7 @@ def choose_cut(
             f"{cuttable.hint()}"
         )
     how = balance if isinstance(balance, str) else "auto"
-    try:
-        costs = _stage_costs(cuttable, plan, comm, how, image, costing)
-    except (AttributeError, LookupError, TypeError) as error:  # of Python in the model
-        raise ValueError(f"{type(cuttable.model).__name__}: {FAILING}: {reason_of(error)}; {UNSEEN}") from error
+    costs = _stage_costs(cuttable, plan, comm, how, image, costing)
     if counts is None:
         by_memory = balance == "memory"
         matrix = shared_out(count_bytes(cuttable, image), plan.sharing) if by_memory else costs.matrix

@@ -391,5 +391,6 @@ def test_timings_for_many_ranks_are_for_fewer_too(
         of("--ranks", "2", "--time-only", str(path))
     found = of("--ranks", "2", "--timings", str(path), "--scaling", "strong")
     assert "replicas: fit from 1 rank on" in found
-    with pytest.raises(ConfigError, match=r"--timings .* has no timings of this model"):
-        of("--ranks", "2", "--timings", str(path), "--search", "--num-classes", "7")
+    for how in (["--ranks", "2", "--search"], ["--stages", "2"]):
+        with pytest.raises(ConfigError, match=r"^--timings .* has no timings of this model"):
+            of(*how, "--timings", str(path), "--num-classes", "7")

@@ -37,7 +37,9 @@ from mpi4dl.parallel.costs.store import Store, cache_folder, machine, versions
 from mpi4dl.parallel.costs.timing import Clock, Seconds, clock_on, time_units
 from mpi4dl.parallel.costs.units import BACKWARD, count_units
 from mpi4dl.parallel.inputs import input_dtype, of_tokens
+from mpi4dl.parallel.pipeline.checking import FAILING, UNSEEN
 from mpi4dl.parallel.pipeline.split import unfit
+from mpi4dl.parallel.pipeline.trace import reason_of
 from mpi4dl.parallel.plan import Plan, grid_name
 from mpi4dl.parallel.tables.simulator import Costs, Simulation, simulate
 from mpi4dl.parallel.tensor.styles import Styles
@@ -109,6 +111,7 @@ def one_way(
 
 SITE_SECONDS = 4.0  # for the timing of a tile shape
 LINK = {"what": "link"}
+OF_PYTHON = (AttributeError, IndexError, KeyError, TypeError)  # which a model's own code raises
 TIMED = ("auto", "measured")  # what can be measured between ranks is timed where there are none
 TimeUnits = Callable[[Any, Site, torch.device, float], Seconds]
 
@@ -454,17 +457,19 @@ def costs_for(
     """Costs of units on each stage, at its site: by "auto" timed, or by rates, where that can be done; else by FLOPs.
 
     Raises:
-        ValueError: the model cannot take the images.
+        ValueError: the model cannot take the images, or its parts what a trace gives them.
         MissingTimings: the file of timings is of another model.
     """
     if balance in TIMED:
         # It may look at values, or take no smaller images; what else is wrong with it is found where it is counted.
-        with suppress(RuntimeError, AssertionError, ValueError, MemoryError):
+        with suppress(RuntimeError, AssertionError, ValueError, MemoryError, *OF_PYTHON):
             return costs_by_site(cuttable, plan, sites, device, profiler)
     try:
         return costs_by_flops(cuttable, plan, sites[0].image, profiler)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, *OF_PYTHON) as error:
         reason = unfit(cuttable.model, sites[0].image)
+        if reason is None and isinstance(error, OF_PYTHON):
+            reason = f"{FAILING}: {reason_of(error)}; {UNSEEN}"
         if reason is None:
             raise
         raise ValueError(reason) from error
