@@ -223,9 +223,12 @@ def pair_table(root: Path, form: LabelForm, kind: FileKind, before: str = "") ->
         raise DatasetError(f"{first}: has no {kind.nouns}; {form.where}")
     spare = len(others) - len(images)
     missing = [name for name in images if name not in others]
-    for ending in {other.removeprefix(missing[0]) for other in others} if missing else ():
-        if ending.startswith(("_", "-", ".")) and all(name + ending in others for name in images):
-            others, missing = {name: others[name + ending] for name in images}, []
+    endings = sorted(other.removeprefix(missing[0]) for other in others if missing and other.startswith(missing[0]))
+    fitting = [each for each in endings if each[0] in "_-." and all(name + each in others for name in images)]
+    if len(fitting) > 1:
+        raise DatasetError(f"{second}: has {counted(len(fitting), form.files)} of each name, {some(fitting)}: keep one")
+    if fitting:
+        others, missing = {name: others[name + fitting[0]] for name in images}, []
     if missing:
         more = f", and {len(missing) - 1} others have none" if len(missing) > 1 else ""
         told = f"{first / images[missing[0]]}: has no {form.files}{more}: add {second / missing[0]}{suffixes[0]}"

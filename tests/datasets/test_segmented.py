@@ -259,6 +259,13 @@ def test_masks_may_have_one_ending_more(root):
     found = open_files(root)
     for index, mask in enumerate(plain):
         assert np.array_equal(found.label(index).read(*(Interval(0, side) for side in mask.shape)), mask)
+    others = [path.with_name(path.name.replace("_mask", "_all")) for path in (root / "masks").iterdir()]
+    for path in others:
+        path.write_bytes(path.with_name(path.name.replace("_all", "_mask")).read_bytes())
+    with pytest.raises(DatasetError, match="masks: has 2 masks of each name, _all, _mask: keep one"):
+        open_files(root)
+    for path in others:
+        path.unlink()
     (root / "masks" / "grey_mask.png").rename(root / "masks" / "grey.png")
     with pytest.raises(DatasetError, match="has no mask"):
         open_files(root)
