@@ -21,7 +21,7 @@ from mpi4dl._wording import counted, mebibytes
 from mpi4dl.datasets import tiff
 from mpi4dl.datasets.base import BadImage, FunctionImage, Image, Pixels, Values, blaming, finite, package, unit_values
 from mpi4dl.datasets.colour import TAG, WHITE, in_strips, rgb_of_pillow, upright
-from mpi4dl.datasets.reader_process import OpenSlideLevel, open_with_openslide
+from mpi4dl.datasets.reader_process import open_with_openslide
 from mpi4dl.datasets.tiff import Unsupported
 from mpi4dl.geometry import Interval
 
@@ -129,10 +129,7 @@ def open_image(path: Path) -> Image:
             except Unsupported:
                 pass
         if scanned:
-            header = open_with_openslide(path)[0]
-            (width, height), *_ = header["levels"]
-            kind = tiff.AperioLevel if header["properties"].get("openslide.vendor") == "aperio" else OpenSlideLevel
-            return _checked(path, kind(path, 0, (height, width), 1.0))
+            return _checked(path, tiff.scanned_level(open_with_openslide(path)[0], path))
         return _checked(path, _open_picture(path, file))
 
 

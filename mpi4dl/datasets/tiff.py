@@ -122,7 +122,7 @@ LOSSY = (6, 7, *DEADLY, 33007, 34892)  # JPEG, JPEG XR, and JPEG under other num
 # Of JPEG: a segment begins with its mark, kind and length; that of a frame has bits, height and width then.
 START_OF_JPEG, SCAN_OF_JPEG, END_OF_JPEG, MARK = b"\xff\xd8", b"\xff\xda", b"\xff\xd9", 0xFF
 FRAME = struct.Struct(">BBHBHH")
-MISSING = 64  # zeros instead of the end of a JPEG, in files of which not all was copied
+ZEROS_OF_MISSING = 64  # zeros instead of the end of a JPEG, in files of which not all was copied
 FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended, progressive
 BEFORE_FRAME = (0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE)  # tables, restart interval, applications, comment
 
@@ -416,7 +416,7 @@ def _is_measured(path: Path, index: int, data: bytes, sides: tuple[int, int]) ->
     """
     if (
         data.startswith(START_OF_JPEG)
-        and not any(data[-MISSING:])
+        and not any(data[-ZEROS_OF_MISSING:])
         and data.rfind(END_OF_JPEG) < data.rfind(SCAN_OF_JPEG)
     ):
         raise BadImage(path, f"has a JPEG in tile {index} that ends in zeros: not all of it was copied")
@@ -579,6 +579,13 @@ class AperioLevel(OpenSlideLevel):
 
     def read(self, *space: Interval) -> Pixels:
         return super().read(*space) if self._image is None else self._image.read(*space)
+
+
+def scanned_level(header: Any, path: Path, number: int = 0) -> OpenSlideLevel:
+    """A level of a file by what OpenSlide says of it."""
+    width, height = header["levels"][number]
+    kind = AperioLevel if header["properties"].get("openslide.vendor") == "aperio" else OpenSlideLevel
+    return kind(path, number, (height, width), float(header["downsamples"][number]))
 
 
 class _Indices(_Tiff):

@@ -26,7 +26,7 @@ from mpi4dl._wording import counted, some
 from mpi4dl.datasets import tiff
 from mpi4dl.datasets.base import BadImage, FunctionImage, Image, Pixels, blaming
 from mpi4dl.datasets.files import SLIDE_SUFFIXES, is_dicom, open_image
-from mpi4dl.datasets.reader_process import OpenSlideLevel, has_openslide, open_with_openslide, vendor_of
+from mpi4dl.datasets.reader_process import has_openslide, open_with_openslide, vendor_of
 from mpi4dl.datasets.slides import dicom
 from mpi4dl.datasets.stains import Recolour
 from mpi4dl.datasets.transform import Frame, crop, resize
@@ -302,12 +302,9 @@ def _openslide_file(path: Path, main: Path) -> SlideFile:
     """A slide of a path, which OpenSlide opens by its main file."""
     header, profile = open_with_openslide(main)
     found: Mapping[str, str] = header["properties"]
-    sizes, downsamples = header["levels"], header["downsamples"]
-    vendor = found.get("openslide.vendor", "")
-    kind = tiff.AperioLevel if vendor == "aperio" else OpenSlideLevel
     levels = tuple(
-        Level(kind(main, number, (height, width), float(downsample)), float(downsample))
-        for number, ((width, height), downsample) in enumerate(zip(sizes, downsamples, strict=True))
+        Level(tiff.scanned_level(header, main, number), float(downsample))
+        for number, downsample in enumerate(header["downsamples"])
     )
     across, down = _number(found.get("openslide.mpp-x")), _number(found.get("openslide.mpp-y"))
     mpp, aspect = _square(across, down)
@@ -320,6 +317,7 @@ def _openslide_file(path: Path, main: Path) -> SlideFile:
         if height > 0 and width > 0 and Interval(0, whole[0]).covers(rows) and Interval(0, whole[1]).covers(cols):
             bounds = rows, cols
     power = _number(found.get("openslide.objective-power"))
+    vendor = found.get("openslide.vendor", "")
     return SlideFile(path, levels, mpp, power, bounds, bytes(profile) or None, vendor, aspect)
 
 
