@@ -70,7 +70,7 @@ class Cell(nn.Module):
 
 
 class Chance(nn.Module):
-    """Blocks that decide by numbers that Python and NumPy draw."""
+    """Blocks that decide by numbers that Python and NumPy draw, and hook their layers when they first run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,28 +84,17 @@ class Drawing(nn.Sequential):
     calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
+        if not self.calls:
+            for layer in self:
+                layer.register_forward_hook(lambda layer, inputs, made: 2 * made)
         self.calls += 1
         x = x * self.calls
         return super().forward(x) * random.random() if np.random.rand() < 0.7 else x + random.random() * x
 
 
-class Hooking(nn.Sequential):
-    """A block that hooks its layers when it first runs."""
-
-    is_hooked = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.is_hooked:
-            for layer in self:
-                layer.register_forward_hook(lambda layer, inputs, made: 2 * made)
-            self.is_hooked = True
-        return super().forward(x)
-
-
 MODELS: dict[str, tuple[Make, int]] = {
-    "hooking": (lambda: nn.Sequential(*(Hooking(nn.Conv2d(3, 3, 1), nn.Tanh()) for _ in range(2))), 2),
-    "chance": (Chance, 3),
     "small_resnet": (lambda: models.build("small_resnet", 3, num_filters=4), 8),
+    "chance": (Chance, 3),
     "resnet_v2": (lambda: models.build("resnet_v2", 3, depth=20, num_filters=4), 7),
     "unet": (lambda: models.build("unet", 3, num_filters=4, depth=2), 4),
     "amoebanetd": (lambda: models.build("amoebanetd", 3, num_layers=3, num_filters=32), 9),

@@ -196,6 +196,20 @@ def test_tiles_that_require_gradients_have_their_own_parts(comm: Communicator) -
         torch.testing.assert_close(cut.grad.local if x is cut else read.grad, expected[own])
 
 
+class Passing(nn.Module):
+    """Sets on the module in it what is set on it, as Fabric's modules do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.add_module("inner", inner)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self).get("_modules", {}).get("inner", super()), name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
 @on_ranks(2)
 def test_models_with_unusual_buffers_and_copies_of_them(comm: Communicator) -> None:
     model = made(Dense)
@@ -211,8 +225,8 @@ def test_models_with_unusual_buffers_and_copies_of_them(comm: Communicator) -> N
     plain = torch.load(file, weights_only=False)
     assert type(plain) is Dense
     torch.testing.assert_close(plain(images), made(Dense)(images))
-    wrapped = mpi4dl.parallelize(nn.Sequential(torch.fx.symbolic_trace(made(Dense))), comm=comm)
-    torch.testing.assert_close(wrapped(images), made(Dense)(images))
+    for inner in (nn.Sequential(torch.fx.symbolic_trace(made(Dense))), Passing(made(Dense))):
+        torch.testing.assert_close(mpi4dl.parallelize(inner, comm=comm)(images), made(Dense)(images))
 
 
 @on_ranks(2)

@@ -233,10 +233,12 @@ class Resampling:
             return [(row, 1.0)]
         if self.mode.startswith("nearest"):
             centre = row if self.mode == "nearest" else row + 0.5
-            wide, of_32 = centre * self.scale, np.float32(centre) * np.float32(self.scale)
-            place = wide if self.kernel == "float64" else of_32
-            if self.kernel == "fused" and self.mode == "nearest-exact":  # exact in float64, and rounded once
+            if self.kernel == "float64":
+                place: Any = centre * self.scale
+            elif self.kernel == "fused" and self.mode == "nearest-exact":  # exact in float64, and rounded once
                 place = np.float32(centre * float(np.float32(self.scale)) - 0.5) + np.float32(0.5)
+            else:
+                place = np.float32(centre) * np.float32(self.scale)
             return [(row // self._times if self._times else min(floor(np.float32(place)), last), 1.0)]
         position = row * self.scale if self.align_corners else (row + 0.5) * self.scale - 0.5
         if self.mode == "linear":
