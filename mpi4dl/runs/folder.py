@@ -146,8 +146,10 @@ class RunFolder:
         """Forget what was reported of steps that will be made again, after the first `num_bytes`. Yields a remark if
         less was there, or they end within a line.
         """
-        path = self.path / METRICS
-        found = path.read_bytes()[:num_bytes] if path.exists() else b""
+        path, found = self.path / METRICS, b""
+        if self.metrics_bytes:
+            with path.open("rb") as file:
+                found = file.read(num_bytes)
         whole = found.rfind(b"\n") + 1
         if self.metrics_bytes > whole:
             os.truncate(path, whole)
