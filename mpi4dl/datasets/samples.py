@@ -89,6 +89,9 @@ _SPLIT_LAYOUT = "expected columns train, val and test that list samples, or colu
 _BARCODE = re.compile(r"(TCGA-[A-Z0-9]{2}-[A-Z0-9]{4})(?![A-Z0-9])", re.IGNORECASE)  # 12 characters name the patient
 _INDEX = re.compile(r"Unnamed: [0-9]+")  # pandas' name for a column without one
 _FOLDED_NUMBER = re.compile(r"0*([0-9]+)([.,]0+)?")
+_ZEROS = re.compile(r"(?<![0-9.,])0+(?=[0-9]+(?![0-9a-z]))")  # before the digits of a number in a name
+_NOBODY = ("none", "unknown", "unbekannt", "anonymous", "anonym")
+_SHORTENED = re.compile(r"[0-9][.,][0-9]+E\+[0-9]+")
 MOST_FOLDS = 1_000_000
 
 
@@ -267,11 +270,13 @@ class _Columns:
                 found = [name for name in found if folded_column(name) in FILES] or found
             if role == "patient":
                 found = found or [name for name in header if _OF_PATIENTS.fullmatch(folded_column(name))]
+            if role == "split":  # whatever it is called, such as set or phase
+                found = found or [name for name in header if _says_parts({line.values[name] for line in table.lines})]
             found = [name for name in found if name not in spoken_for] or (found[:1] if role == "slide" else [])
             if len(found) > 1:
+                choose = "leave one of them" if role in ("split", "fold", "mpp") else f"choose it by `{role}_column`"
                 raise DatasetError(
-                    f"{where}: has {' and '.join(found)}, of which one can be the column of the {role}: "
-                    f"choose it by `{role}_column`"
+                    f"{where}: has {' and '.join(found)}, of which one can be the column of the {role}: {choose}"
                 )
             if not found and role == "slide":
                 raise DatasetError(
@@ -320,11 +325,20 @@ class _Columns:
             return patients_of(names, kind, "name the column of patients by `patient_column`")
         for line in lines:
             text = line.values[column]
-            if says_none(text):
+            if says_none(text) or text.casefold() in _NOBODY:
                 what = f"is {text!r}, which says that there is no value" if text else "is empty"
                 raise line.wrong(f"{column!r} {what}: fill in the patient, or leave the line out")
+            if _SHORTENED.fullmatch(text):
+                told = "which a spreadsheet made of a longer number"
+                raise line.wrong(f"{column!r} is {text!r}, {told}: format the column as text, and fill it in again")
         require_one_way(column, lines, _folded_patient, "patient")
         return [line.values[column] for line in lines], ()
+
+
+def _says_parts(texts: set[str]) -> bool:
+    """Whether these values of a column name parts: training, and another one."""
+    named = {part_named(text) for text in texts - {""}}
+    return "" not in named and "train" in named and len(named) > 1
 
 
 def _labels(
@@ -374,9 +388,10 @@ def _labels(
 
 
 def _folded_patient(text: str) -> str:
-    """The normal form of a patient: 007 and 7.0 are 7, as spreadsheets and pandas write numbers."""
-    number = _FOLDED_NUMBER.fullmatch(text)
-    return number[1] if number else folded_name(text)
+    """The normal form of a patient: 007 and 7.0 are 7, as spreadsheets and pandas write numbers, and P-007 is p-7."""
+    name = folded_name(text)
+    number = _FOLDED_NUMBER.fullmatch(name)
+    return number[1] if number else _ZEROS.sub("", name)
 
 
 def patients_of(names: Sequence[str], kind: FileKind, remedy: str) -> tuple[list[str], tuple[str, ...]]:

@@ -227,6 +227,15 @@ def test_a_column_says_which_images_are_for_what(images: Path) -> None:
         datasets.open(images)
 
 
+def test_a_column_of_parts_is_the_split_whatever_its_name(images: Path) -> None:
+    """Else a run trains on what the table keeps for tests."""
+    write(images, "file,cohort,label,phase\na/1.png,x,s,Train\na/2.png,x,t,train\nb/1.png,y,s,Test\nb/3.jpg,y,t,val\n")
+    folder = open_files(images)
+    assert ([row.split for row in folder.rows], folder.columns["split"]) == (["train", "train", "test", "val"], "phase")
+    write(images, "file,label,phase\na/1.png,x,train\na/2.png,y,baseline\nb/1.png,x,train\nb/3.jpg,y,\n")
+    assert {row.split for row in open_files(images).rows} == {""}
+
+
 def test_chosen_columns(images: Path) -> None:
     write(images, "file,sex,age,stage\na/1.png,f,61,2\nb/1.png,m,50,3\n")
     folder = open_files(images, label_columns=("stage", "age"))
@@ -273,6 +282,12 @@ WRONG_IMAGES: list[tuple[str, str | None, str]] = [
     ("file,patient\na/1.png,1\n3.jpg,2\n", None, "has no column of labels beside the file names"),
     ("file,grade\na/1.png,Low\n3.jpg,low\n", None, "line 3: 'grade' is 'low', but line 2 has 'Low'"),
     ("file,label\na/1.png,1\n3.jpg,1.0\n", None, "line 3: 'label' is '1.0', but line 2 has '1'"),
+    ("file,label\na/1.png,1\n3.jpg,1\u200b\n", None, "line 3: 'label' is '1\\u200b', but line 2 has '1'"),
+    ("file,grade\na/1.png,HER2-\n3.jpg,HER2\u2212\n", None, "but line 2 has 'HER2-': write one class in one way"),
+    ("file,label\na/1.png,x\n3.jpg,'--\n", None, "\"'--\", which says that there is no value"),
+    ("file,label\na/1.png,x\n3.jpg,[Not Available]\n", None, "'[Not Available]', which says that there is no value"),
+    ("file,label\na/1.png,x\n3.jpg,None\n", None, "'None', which says that there is no value"),
+    ("file;dose\na/1.png;1'500\n3.jpg;2'000,5\n", None, "which parts thousands: write numbers without marks"),
     ("file\x00,age\na/1.png,1\n", None, "line 1: has a NUL"),
     ("file,stage\n" + "".join(f"{i},{i % 3}\n" for i in range(9)), None, "has 3 whole numbers, which may be classes"),
     ("file,age\na/1.png," + 4300 * "9" + "\n3.jpg,1\n", "regress", "(4300 characters), but regress needs a number"),
@@ -295,6 +310,11 @@ WRONG_SLIDES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("slide,patient,label\ns1,p,x\ns2,NA,y\n", {}, ["line 3", "'patient' is 'NA'"]),
     ("slide,patient,label\ns1,P 1,x\ns2,p 1,y\n", {}, ["line 3", "'p 1'", "line 2", "'P 1'"]),
     ("slide,patient,label\ns1,007,x\ns2,7.0,y\n", {}, ["line 3", "'7.0'", "line 2", "'007'"]),
+    ("slide,patient,label\ns1,P-007,x\ns2,P\u20137,y\n", {}, ["line 3", "'P\u20137'", "line 2", "'P-007'"]),
+    ("slide,patient,label\ns1,p,x\ns2,\u00adp\ufeff,y\n", {}, ["line 3", "'\\xadp\\ufeff'", "line 2", "'p'"]),
+    ("slide,patient,label\ns1,p,x\ns2,Unknown,y\n", {}, ["line 3", "'patient' is 'Unknown'", "no value"]),
+    ("slide;patient;label\ns1;1,23457E+11;x\ns2;2;y\n", {}, ["line 2", "'1,23457E+11'", "format the column as text"]),
+    ("slide,label,set,phase\ns1,x,train,Test\ns2,y,test,Train\n", {}, ["line 1", "set and phase", "leave one"]),
     ("slide,patient,split,label\ns1,p,train,x\ns2,q,val,y\na/s3,p,test,y\n",
      {}, ["line 4", "'p'", "test", "'a/s3'", "train", "'s1' of line 2"]),
     ("slide,patient,fold,label\ns1,p,0,x\ns2,p,1,y\n", {}, ["line 3", "'p'", "fold 1", "'s2'", "fold 0", "'s1'"]),

@@ -224,6 +224,12 @@ def test_parts_and_classes(root, tmp_path):
     assert (len(training), len(validation)) == (5, 5)
     assert training.task == "segment"
     assert training.classes == validation.classes == ("background", "cell", "nucleus")
+    (root / "val" / "classes.txt").write_text("background\nnucleus\ncell\n")
+    with pytest.raises(DatasetError, match=r"names background, nucleus, cell, but .* names background, cell"):
+        datasets.open(root)
+    with pytest.raises(DatasetError, match=r"nucleus, cell, but the classes of training are background, cell, nucleus"):
+        open_files(root / "val", classes=training.classes)
+    (root / "val" / "classes.txt").unlink()
     (root / "classes.txt").unlink()
     assert datasets.open(root)[0].classes == ("0", "1", "2")
     assert datasets.open(root, num_classes=5)[0].classes == ("0", "1", "2", "3", "4")
