@@ -176,8 +176,8 @@ def folder_table(root: Path, kind: FileKind, classes: tuple[str, ...] | None = N
 
 def _class_table(root: Path, kind: FileKind, classes: tuple[str, ...] | None, before: str = "") -> SampleTable:
     found = class_folders(root)
+    own = [path for path in root.iterdir() if visible(path.name) and path.name.lower().endswith(kind.suffixes)]
     if not found:
-        own = any(visible(path.name) and path.name.lower().endswith(kind.suffixes) for path in root.iterdir())
         loose = f"; it has {kind.nouns} of its own: move them into one sub-folder per class" if own else ""
         raise DatasetError(f"{root}: has no class folders{loose}; {LAYOUT}")
     if classes is None and len(found) < 2:
@@ -201,7 +201,8 @@ def _class_table(root: Path, kind: FileKind, classes: tuple[str, ...] | None, be
             )
         paths = [f"{before}{name}/{file}" for file in files]
         rows += [Sample(0, path, path, path, label=known.index(name)) for path in paths]
-    return SampleTable("classify", known, tuple(rows), {})
+    left = f"{counted(len(own), f'{kind.noun} is', f'{kind.nouns} are')} of no class in {root}, and left out"
+    return SampleTable("classify", known, tuple(rows), {}, (left,) * bool(own))
 
 
 def paired_form(root: Path) -> LabelForm | None:

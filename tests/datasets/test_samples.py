@@ -11,7 +11,7 @@ import pytest
 
 from mpi4dl import datasets
 from mpi4dl.datasets import DatasetError
-from mpi4dl.datasets.kinds import SLIDES
+from mpi4dl.datasets.kinds import FEATURES, SLIDES
 from mpi4dl.datasets.samples import SampleTable, read_samples, read_split_file
 from mpi4dl.datasets.sources import open_files
 from mpi4dl.datasets.table import identifies
@@ -145,6 +145,25 @@ def test_slides_are_found_in_another_folder_and_by_absolute_paths(slides: Path, 
     found = read_samples(table, SLIDES, folder=slides)
     assert [row.path for row in found.rows] == ["a/s3.ndpi", "s2.tiff"]
     assert any("3 slides below" in remark for remark in found.remarks)
+
+
+@pytest.mark.parametrize(
+    ("files", "table", "found"),
+    [
+        ("h5_files/s.h5 pt_files/s.pt h5_files/t.h5", "s.svs a/t.svs", "h5_files/s.h5 h5_files/t.h5"),
+        ("s.h5 pt_files/s.pt pt_files/t.pt", "s t", "s.h5 pt_files/t.pt"),
+        ("a/s.h5 b/s.pt a/t.h5", "b/s.svs a/t", "b/s.pt a/t.h5"),
+        ("a/s.h5 a/t.h5", "a/s.svs b/t.svs", ""),  # of another folder, and another slide
+    ],
+)
+def test_features_are_those_of_the_folder_of_their_slide(tmp_path: Path, files: str, table: str, found: str) -> None:
+    touch(tmp_path, tuple(files.split()))
+    text = "slide,label\n" + "".join(f"{name},{number}\n" for number, name in enumerate(table.split()))
+    if found:
+        assert [row.path for row in read(tmp_path, text, kind=FEATURES).rows] == found.split()
+    else:
+        with pytest.raises(DatasetError, match="is no file of features"):
+            read(tmp_path, text, kind=FEATURES)
 
 
 def test_names_with_points_are_found_in_subfolders_too(tmp_path: Path) -> None:

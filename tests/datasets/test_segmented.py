@@ -235,6 +235,13 @@ def test_parts_and_classes(root, tmp_path):
     assert datasets.open(root, num_classes=5)[0].classes == ("0", "1", "2", "3", "4")
 
 
+def test_one_mask_of_several_images_is_a_warning(root):
+    (root / "labels.csv").write_text("file,mask\n" + "".join(f"images/{n},masks/grey.png\n" for n in ("grey", "tiles")))
+    assert (
+        "warning: 1 annotation is named by several images: masks/grey.png" in open_files(root, task="segment").remarks
+    )
+
+
 def test_black_and_white_masks_are_asked_about(root):
     for path in (root / "masks").iterdir():
         path.unlink()
