@@ -224,6 +224,14 @@ class OwnDataset(Whole):
         self._randomness: DatasetRandomness = whole.randomness if mapped else DatasetRandomness(whole)
         self.channels: int = whole.channels
         self._shape: tuple[int, ...] | None = None
+        first: dict[str, int] = {}
+        for index in range(len(self)):
+            other = first.setdefault(self.name(index), index)
+            if other != index:
+                raise DatasetError(
+                    f"the dataset {self.kind} calls samples {other} and {index} {self.name(index)!r}: a name is of one "
+                    "sample; patient(index) keeps several together"
+                )
         self.task = self._task(asked)
         self.classes: tuple[str, ...] = self._classes()
         if len({self.print() for _ in range(_LOOKS)}) > 1:
@@ -289,6 +297,9 @@ class OwnDataset(Whole):
         for found in (one, several):
             if isinstance(found, Sequence | np.ndarray) and not isinstance(found, str) and len(found) == len(whole):
                 return list(found).__getitem__
+        if isinstance(whole, torch.utils.data.Subset):
+            inner = self._patients_of(whole.dataset)
+            return None if inner is None else lambda index: inner(whole.indices[index])
         if one is not None:
             raise DatasetError(f"the dataset {self.kind} has `patient` {one!r}: expected a function patient(index)")
         return None

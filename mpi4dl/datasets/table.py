@@ -333,6 +333,12 @@ class LabelColumns:
                     f"{self._path}: the column {name!r} has numbers that are not whole, which may be classes or "
                     "amounts: say `task` classify or regress"
                 )
+            if len({*self._texts(name)}) > max(FEW_VALUES, len(found) // 2):
+                raise DatasetError(
+                    f"{self._path}: the column {name!r} has {len({*self._texts(name)})} values in {len(found)} lines, "
+                    f"such as {self._texts(name)[0]!r}, which may be no classes: say `task` classify, or regress for "
+                    "amounts"
+                )
             return "classify"
         self.require_one_decimal_mark()
         if self.require_numbers_or_words("say `task` classify"):

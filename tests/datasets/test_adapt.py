@@ -188,8 +188,8 @@ class Broken:
             self.channels = wrong["channels"]
         if "classes" in wrong:
             self.classes = wrong["classes"]
-        if "patient" in wrong:
-            self.patient = wrong["patient"]
+        for name in {"patient", "name"} & {*wrong}:
+            setattr(self, name, wrong[name])
 
     def __len__(self):
         return self.wrong.get("length", 4)
@@ -210,6 +210,10 @@ class Broken:
         ({"classes": "ab"}, "the dataset Broken has classes 'ab': expected their names"),
         ({"classes": {"b": 1, "a": 0}}, "has classes {'b': 1, 'a': 0}: expected their names, in a list"),
         ({"labels": [[1, 0], [0, 1], [1, 1], [2, 0]]}, "[2, 0] as the label of sample 3, but multilabel needs 0 or 1"),
+        (
+            {"name": lambda index: f"scan {index % 3}"},
+            "the dataset Broken calls samples 0 and 3 'scan 0': a name is of",
+        ),
         ({"patient": "p1"}, "the dataset Broken has `patient` 'p1': expected a function patient(index)"),
         ({"labels": [0, 1, "b", 1]}, "the dataset Broken gives 'b' as the label of sample 2: expected a class"),
         ({"labels": [0, 1, [1, 0], 1]}, "labels of one number and, of sample 2, of 2 numbers: all must be alike"),
@@ -270,6 +274,7 @@ def test_samples_of_a_patient_of_an_own_dataset_stay_together():
     assert found.patients == [str(index // 3) for index in range(12)]
     listed.patients = np.arange(12) // 3
     assert adapt(listed).patients == found.patients
+    assert adapt(torch.utils.data.Subset(Scans(), [7, 0, 1])).patients == ["2", "0", "0"]
     training, validation = split(found, 0.25)
     assert len({index // 3 for index in validation.indices}) == 1
     assert len(validation) == 3

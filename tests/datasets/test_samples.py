@@ -291,6 +291,7 @@ WRONG_IMAGES: list[tuple[str, str | None, str]] = [
     ("file,x\na/1.png,1\n", "segment", "segment needs a column mask or annotation: name it by `annotation_column`"),
     ("file,split,x\na/1.png,a,1.5\n", None, "line 2: 'split' is 'a', but must be train, val or test"),
     ("file,class\n\"a/1.png,x\n", None, "is no line of a table"),
+    ("file,label\n" + "".join(f"{i},{30 + i}\n" for i in range(40)), None, "40 values in 40 lines, such as '30'"),
     ("file,label\na/1.png,0.5\n3.jpg,0.7\n", None, "numbers that are not whole, which may be classes or amounts"),
     ("file,her2\na/1.png,0\n3.jpg,1+\n", None, "line 3: 'her2' is '1+', which is no number, but line 2 has '0'"),
     ("file,dose\na/1.png,1.5\n3.jpg,NA\n", None, "line 3: 'dose' is 'NA', which says that there is no value"),
