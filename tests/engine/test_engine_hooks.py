@@ -385,6 +385,29 @@ def test_what_would_see_parts_of_a_step_is_refused(
     assert said in message
 
 
+@pytest.mark.parametrize("options", [{"zero": 1}, {"zero": 3}, {"offload": "disk"}], ids=str)
+@pytest.mark.parametrize("several", [False, True])
+@on_ranks(2)
+def test_steps_by_hand_that_would_do_nothing_are_refused(
+    comm: Communicator, several: bool, options: dict[str, Any]
+) -> None:
+    """Also of one of several optimizers; the engine goes on, and its steps count for schedules."""
+    how = dict(options)
+    (model, _), plan = build(SKIPPING), Plan(data=2, zero=how.pop("zero", 0))
+    first, *rest = model.parameters()
+    parts = [[first], rest] if several else [[first, *rest]]
+    optimizers = [optim.SGD(part, lr=0.1) for part in parts]
+    schedule = optim.lr_scheduler.StepLR(optimizers[0], 1)
+    engine = Engine(model, plan, optimizers if several else optimizers[0], F.cross_entropy, comm=comm, **how)
+    images, targets = batch_of(SKIPPING, 0)
+    for _ in range(2):
+        engine.step(tiles_of(images, engine), targets, SKIPPING.size)
+        schedule.step()
+        for optimizer in optimizers:
+            with pytest.raises(Refusal, match=r"step\(\) of SGD was called outside of engine.step\(\)"):
+                optimizer.step()
+
+
 @pytest.mark.parametrize("prepare", [limit_all, limit_data, replace_step, hook_one_rank])
 def test_where_a_rank_steps_on_everything_all_that_is_as_in_plain_pytorch(
     ranks: Ranks, prepare: Callable[..., Any]

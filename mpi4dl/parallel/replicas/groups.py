@@ -17,7 +17,7 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.parallel.replicas.buckets import Shard, State
 from mpi4dl.parallel.replicas.gathering import there_together
 from mpi4dl.parallel.replicas.group import GradientHook, ReadShard, ReplicaGroup, ask
-from mpi4dl.parallel.replicas.optimizer_traits import StepHooks, is_replaced
+from mpi4dl.parallel.replicas.optimizer_traits import StepHooks, family, is_replaced, refuse_step_by_hand
 from mpi4dl.parallel.replicas.reducer import sums_on_host
 
 
@@ -220,6 +220,8 @@ class Stepping:
     ) -> None:
         self.optimizer, self.groups, self.comm, self.partial, self.cut = optimizer, groups, comm, partial, cut
         self.at_once = all(group.in_place for group in groups)
+        for each in () if self.at_once else family(optimizer):
+            each.register_step_pre_hook(refuse_step_by_hand)
 
     @property
     def plain(self) -> bool:

@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any, Literal, get_args
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn, optim
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
+from mpi4dl.comm import Refusal
 from mpi4dl.parallel.replicas.reducer import Reducer
 
 # Hooks of `optimizer.step()` run once a step, though ranks make it of many: bucket by bucket, each on its part.
@@ -38,8 +38,17 @@ def is_replaced(optimizer: optim.Optimizer) -> bool:
     return own is not None and not noticed
 
 
+def refuse_step_by_hand(optimizer: optim.Optimizer, *_: Any) -> None:
+    """The hook on `optimizer.step()` where only an engine gives the optimizer gradients: the step would do nothing."""
+    raise Refusal(
+        f"step() of {type(optimizer).__name__} was called outside of engine.step(), but with ZeRO, "
+        "low_precision_weights or offload it works on values of its own, which have no gradients there: call "
+        "engine.step(), which also steps the optimizer"
+    )
+
+
 class StepHooks:
-    """The hooks before and after the steps of an optimizer, and of those within it."""
+    """The user's hooks before and after the steps of an optimizer, and of those within it."""
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._members = family(optimizer)
@@ -50,7 +59,7 @@ class StepHooks:
         for member in self._members:
             own = vars(member).get(which, {})
             order = (common, own) if which == BEFORE else (own, common)
-            found += [(member, hook) for hook in chain(*(hooks.values() for hooks in order))]
+            found += [(member, hook) for each in order for hook in each.values() if hook is not refuse_step_by_hand]
         return found
 
     def __len__(self) -> int:
