@@ -51,7 +51,7 @@ def open_regular(path: Path, small_bytes: int = 0) -> BinaryIO:
         return os.fdopen(descriptor, "rb")
     try:
         content = b""
-        while part := os.read(descriptor, state.st_size - len(content)):
+        while len(content) < state.st_size and (part := os.read(descriptor, state.st_size - len(content))):
             content += part
     finally:
         os.close(descriptor)

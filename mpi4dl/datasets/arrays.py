@@ -19,6 +19,7 @@ from mpi4dl.geometry import Interval
 
 NPZ_LAYOUT = "expected arrays x_train, y_train, x_test, y_test, or x, y"
 _NAMES = ("x", "y", "x_train", "y_train", "x_test", "y_test")
+_VALIDATION = ("x_val", "x_valid", "x_validation")
 _CHANNELS = (1, 3, 4)
 _SIDES = {1: ("length",), 2: ("height", "width"), 3: ("depth", "height", "width")}
 
@@ -97,6 +98,9 @@ def _arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
         np.load(stream, allow_pickle=False) as file,
     ):
         names = [name for name in file.files if name in _NAMES]
+        other = next((name for name in file.files if name in _VALIDATION), None)
+        if other is not None:
+            raise DatasetError(f"{path}: has {other}, but x_test validates: call it x_test, and move what is for tests")
         check_unpacked(path, file, names)
         return {name: file[name] for name in names}
 

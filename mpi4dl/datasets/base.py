@@ -3,8 +3,7 @@
 An image has rows and columns, or a depth before them, and is a volume then, or columns alone, a sequence.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from math import inf
@@ -50,24 +49,28 @@ class BadImage(DatasetError):
         return printable(f"{self.path}: {self.reason}")
 
 
-@contextmanager
-def blaming(path: Path, what: str = "cannot be decoded") -> Iterator[None]:
+class blaming:
     """Whatever goes wrong in here becomes a `BadImage` of this file, but for what is no fault of its.
 
     Readers and codecs stumble over damaged bytes in every way that there is: OSError, SyntaxError, struct.error,
     ZeroDivisionError, MemoryError for a size that nothing has, RecursionError, and errors of their own.
     """
-    try:
-        yield
-    except DatasetError:
-        raise
-    except MemoryError as error:
-        raise BadImage(path, "needs more memory than there is: it is damaged, or too large") from error
-    except Exception as error:
+
+    def __init__(self, path: Path, what: str = "cannot be decoded") -> None:
+        self._path, self._what = path, what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, Exception) or isinstance(error, DatasetError):
+            return
+        if isinstance(error, MemoryError):
+            raise BadImage(self._path, "needs more memory than there is: it is damaged, or too large") from error
         if isinstance(error, OSError) and error.strerror:
-            raise BadImage(path, f"cannot be read: {error.strerror}") from error
+            raise BadImage(self._path, f"cannot be read: {error.strerror}") from error
         reason = str(error).strip().partition("\n")[0]
-        raise BadImage(path, f"{what}: {reason or type(error).__name__}") from error
+        raise BadImage(self._path, f"{self._what}: {reason or type(error).__name__}") from error
 
 
 def package(name: str, what: str, *packages: str) -> Any:
@@ -227,7 +230,7 @@ class LastMade:
         return LastMade, (self._many, self._weight)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class FunctionImage:
     """An image of this size, or a mask, whose boxes a function reads; `axes` and `affine` as of `Opened`.
 

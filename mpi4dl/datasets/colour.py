@@ -72,11 +72,10 @@ def over_white(colour: Pixels, alpha: Pixels, premultiplied: bool = False) -> Pi
 
 def in_strips(read: Callable[[Interval, Interval], Pixels], rows: Interval, cols: Interval, height: int) -> Pixels:
     """The pixels (h, w, 3) of a box, of which few rows are read at once, so that little is alive beside the result."""
-    strips = rows.strips(height) if cols.length else []
-    if len(strips) == 1:
+    if 0 < rows.length <= height and cols.length:
         return read(rows, cols)
     pixels = np.empty((rows.length, cols.length, 3), np.uint8)
-    for strip in strips:
+    for strip in rows.strips(height) if cols.length else ():
         pixels[strip.start - rows.start : strip.stop - rows.start] = read(strip, cols)
     return pixels
 
@@ -109,7 +108,8 @@ def rgb_of_pillow(image: PIL.Image.Image) -> Pixels:
     if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
         samples = np.asarray(image.convert("RGBA"))
         return over_white(samples[..., :3], samples[..., 3])
-    return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
+    rgb = image if image.mode == "RGB" else image.convert("RGB")
+    return np.frombuffer(rgb.tobytes(), np.uint8).reshape(rgb.height, rgb.width, 3)
 
 
 # Pictures that were stored turned or mirrored, as their EXIF or TIFF tag says, shown upright.

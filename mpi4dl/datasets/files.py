@@ -139,7 +139,7 @@ def _checked(path: Path, image: Image) -> Image:
     def read(*space: Interval) -> Pixels:
         with blaming(path):
             pixels = image.read(*space)
-            if pixels.dtype != np.uint8 or pixels.shape != (*(interval.length for interval in space), 3):
+            if pixels.dtype != np.uint8 or pixels.shape != (*[interval.length for interval in space], 3):
                 asked = " x ".join(map(str, space))
                 raise BadImage(path, f"gives {pixels.dtype} pixels of shape {pixels.shape} for {asked}")
         return pixels

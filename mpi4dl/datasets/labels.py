@@ -62,7 +62,7 @@ FORMS: Mapping[str, LabelForm] = {
         LabelForm(
             "classify",
             "a class is the folder of an image, or a column of labels.csv",
-            lambda label: label.dim() == 0 and not label.is_floating_point(),
+            lambda label: label.dim() < 2 and label.numel() == 1 and not label.is_floating_point(),
             in_folders=True,
             have_means=True,
         ),

@@ -65,7 +65,8 @@ def parts(root: Path) -> Parts | None:
         chosen = (training[0], held_out[0])
         return Parts(*chosen, tuple(name for name in names if name not in chosen))
     found = [*training, *validation, *test]
-    holds_classes = any(set(subfolders(root / name)) & set(names) for name in found)
+    inside = {name: subfolders(root / name) for name in found}
+    holds_classes = any({*own} & {*names} or (name in training and len(own) > 1) for name, own in inside.items())
     if holds_classes or len(training) > 1 or (len(names) > 1 and len(found) == len(names)):
         raise DatasetError(
             f"{root}: has {', '.join(found)}, which are no classes, and together no parts to train on and to validate "

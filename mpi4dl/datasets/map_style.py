@@ -6,7 +6,7 @@ One that answers `mpi4dl.datasets.Dataset` reads boxes; any other that PyTorch's
 
 import copy
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache, partial
 from typing import Any
@@ -20,7 +20,7 @@ from mpi4dl.datasets.base import IGNORED, BadImage, DatasetError, Values, Whole,
 from mpi4dl.datasets.colour import rgb_of_pillow
 from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.listed import text_of
-from mpi4dl.datasets.masks import IGNORE_INDEX, indices_of
+from mpi4dl.datasets.masks import BLACK_AND_WHITE, IGNORE_INDEX, indices_of
 from mpi4dl.datasets.randomness import DatasetRandomness
 from mpi4dl.datasets.split import strata_of
 from mpi4dl.geometry import Interval
@@ -50,22 +50,23 @@ class MappedSamples:
         self.randomness = DatasetRandomness(whole)
         self._key: tuple[int, ...] = ()
         self._of_key = lru_cache(_KEPT)(self._load)
+        self.mask_values: set[int] = set()  # of pictures of Pillow, as far as samples were loaded
         self._labels: dict[int, Any] = {}
-        self.knows_labels = False
-        targets = getattr(whole, "targets", None)
-        # A transform of targets would be left out.
-        if isinstance(targets, list | np.ndarray | torch.Tensor) and not getattr(whole, "target_transform", None):
-            given = targets.tolist() if isinstance(targets, np.ndarray | torch.Tensor) else targets
-            if len(given) == len(whole) and all(type(target) is int for target in given):
-                self._labels, self.knows_labels = dict(enumerate(given)), True
-        named = getattr(whole, "classes", None)
-        if not named:
-            counted = getattr(whole, "num_classes", 0)
-            named = tuple(map(str, range(counted))) if isinstance(counted, int) else ()
-        self.classes = tuple(named)
+        self._targets: list[int] = []  # which tell the labels without the images, if there are any
         if hasattr(whole, "task"):
             self.task = whole.task
         self.channels: int = self._of_key(0, ())[0].shape[-1]
+        targets = getattr(whole, "targets", None)
+        given: Any = targets.tolist() if isinstance(targets, np.ndarray | torch.Tensor) else targets
+        listed = isinstance(given, list) and len(given) == len(whole) and all(type(target) is int for target in given)
+        # Samples may transform their targets, or stand in another order.
+        if listed and not getattr(whole, "target_transform", None) and self._agree(given):
+            self._targets = given
+        self.knows_labels = bool(self._targets)
+        named, count = getattr(whole, "classes", None), getattr(whole, "num_classes", 0)
+        if named is None or (hasattr(named, "__len__") and not len(named)):
+            named = tuple(map(str, range(count))) if isinstance(count, int) else ()
+        self.classes: Any = named
 
     def __len__(self) -> int:
         return len(self._whole)
@@ -80,7 +81,17 @@ class MappedSamples:
         """Ask for samples anew."""
         self._of_key.cache_clear()
 
+    def _agree(self, targets: list[int]) -> bool:
+        """Whether some samples have these labels; one that cannot be read does not disagree."""
+        agree = True
+        for index in (0, len(targets) // 2, len(targets) - 1):
+            with suppress(*_UNREADABLE):
+                agree = agree and _is_class(self._of_key(index, ())[1], targets[index])
+        return agree
+
     def label(self, index: int) -> Any:
+        if self._targets:
+            return self._targets[index]
         if index in self._labels:
             return self._labels[index]
         label = self._of_key(index, self._key)[1]
@@ -94,16 +105,23 @@ class MappedSamples:
     def _load(self, index: int, key: tuple[int, ...]) -> tuple[npt.NDArray[Any], Any]:
         with self.randomness.seeded(*key, index):
             found = self._whole[index]
-            if isinstance(found, Mapping):
-                keys = [[key for key in names if key in found] for names in (IMAGES, TARGETS)]
-                found = tuple(found[first] for (first,) in keys) if [*map(len, keys)] == [1, 1] else found
+            named = found._asdict() if hasattr(found, "_asdict") else found
+            if isinstance(named, Mapping):
+                keys = [[key for key in names if key in named] for names in (IMAGES, TARGETS)]
+                found = tuple(named[first] for (first,) in keys) if [*map(len, keys)] == [1, 1] else found
             if not isinstance(found, tuple | list) or len(found) != 2:
                 what = f"{len(found)} things" if isinstance(found, tuple | list) else f"a {type(found).__name__}"
                 mapping = f"a mapping with one of {', '.join(IMAGES)} and one of {', '.join(TARGETS)}"
                 raise DatasetError(
                     f"the dataset {self._kind} gives {what} as sample {index}: expected (image, target), or {mapping}"
                 )
-            return self._pixels(found[0], index), self._target(found[1], index)
+            pixels, target = self._pixels(found[0], index), self._target(found[1], index)
+        if self._targets and not _is_class(target, self._targets[index]):
+            raise DatasetError(
+                f"the dataset {self._kind} has {self._targets[index]} in `targets` for sample {index}, but gives "
+                f"{target!r} as its label: rename `targets`, or keep it as the samples are"
+            )
+        return pixels, target
 
     def _pixels(self, found: Any, index: int) -> npt.NDArray[Any]:
         if isinstance(found, PIL.Image.Image):
@@ -135,6 +153,7 @@ class MappedSamples:
                     f"{index}: a mask is grey or has a palette, of numbers of classes"
                 )
             mask = indices_of(found).astype(np.int64)
+            self.mask_values |= {*np.unique(mask).tolist()}
             return np.where(mask == IGNORE_INDEX, IGNORED, mask)
         if isinstance(found, Mapping | str) or found is None:
             raise DatasetError(
@@ -142,6 +161,12 @@ class MappedSamples:
                 "class from 0 on, numbers, or a mask"
             )
         return found.detach().cpu() if isinstance(found, torch.Tensor) else found
+
+
+def _is_class(label: Any, number: int) -> bool:
+    """Whether a label is this class."""
+    found = torch.as_tensor(label)
+    return found.numel() == 1 and not found.is_floating_point() and int(found) == number
 
 
 class _Sample(WholeImage):
@@ -174,7 +199,7 @@ class OwnDataset(Whole):
     def __init__(self, whole: Any, asked: str | None = None) -> None:
         self.kind = type(whole).__name__
         self.remarks: tuple[str, ...] = ()
-        patient = getattr(whole, "patient", None)
+        self._patient = self._patients_of(whole)
         if hasattr(whole, "__len__") and len(whole) < 1:
             raise DatasetError(f"the dataset {self.kind} has no samples")
         if not hasattr(whole, "image") and hasattr(whole, "__getitem__") and hasattr(whole, "__len__"):
@@ -194,12 +219,19 @@ class OwnDataset(Whole):
                 f"the dataset {self.kind} has {whole.channels!r} channels: it must be a number of at least 1"
             )
         self.whole = whole
-        self._patient: Callable[[int], Any] | None = patient if callable(patient) else None
         self._key: tuple[int, ...] = ()
         mapped = isinstance(whole, MappedSamples)
         self._randomness: DatasetRandomness = whole.randomness if mapped else DatasetRandomness(whole)
         self.channels: int = whole.channels
         self._shape: tuple[int, ...] | None = None
+        first: dict[str, int] = {}
+        for index in range(len(self)):
+            other = first.setdefault(self.name(index), index)
+            if other != index:
+                raise DatasetError(
+                    f"the dataset {self.kind} calls samples {other} and {index} {self.name(index)!r}: a name is of one "
+                    "sample; patient(index) keeps several together"
+                )
         self.task = self._task(asked)
         self.classes: tuple[str, ...] = self._classes()
         if len({self.print() for _ in range(_LOOKS)}) > 1:
@@ -208,6 +240,11 @@ class OwnDataset(Whole):
                 "have other ones: let it draw by the generators of Python, NumPy or PyTorch, which get the same state "
                 "for a sample on all ranks, or leave random transforms to `flip`, `random_crop`, `jitter` and "
                 "`transforms`"
+            )
+        if mapped and whole.mask_values in BLACK_AND_WHITE:
+            raise DatasetError(
+                f"masks of the dataset {self.kind} hold nothing but 0 and 255, and 255 is ignored: if white is class "
+                "1, give an array of 0 and 1"
             )
         if self.draws:
             self.remarks += (
@@ -251,6 +288,22 @@ class OwnDataset(Whole):
         """The patient of each sample; without any, its name."""
         return [str(self._patient(index)) if self._patient else self.name(index) for index in range(len(self))]
 
+    def _patients_of(self, whole: Any) -> Callable[[int], Any] | None:
+        """Gives the patient of each sample by a method `patient`, or by a list `patient` or `patients`."""
+        one, several = getattr(whole, "patient", None), getattr(whole, "patients", None)
+        if callable(one):
+            given: Callable[[int], Any] = one
+            return given
+        for found in (one, several):
+            if isinstance(found, Sequence | np.ndarray) and not isinstance(found, str) and len(found) == len(whole):
+                return list(found).__getitem__
+        if isinstance(whole, torch.utils.data.Subset):
+            inner = self._patients_of(whole.dataset)
+            return None if inner is None else lambda index: inner(whole.indices[index])
+        if one is not None:
+            raise DatasetError(f"the dataset {self.kind} has `patient` {one!r}: expected a function patient(index)")
+        return None
+
     def _given(self, give: Callable[[int], Any], index: int) -> Any:
         """What the user's code gives for a sample, with its random numbers. Raises BadImage."""
         try:
@@ -261,6 +314,17 @@ class OwnDataset(Whole):
 
     def label(self, index: int) -> Any:
         """The label of a sample, which has as many numbers as that of any other. Raises DatasetError."""
+        found, form = self._label(index), FORMS[self.task]
+        label = None if hasattr(found, "read") else self._numbers(found, index)
+        if label is None or label.dim() > 1:
+            return found
+        columns = form.columns or ("",) * label.numel()
+        problem = next(filter(None, map(form.wrong, columns, label.flatten().tolist())), None)
+        if problem is not None:
+            raise DatasetError(f"the dataset {self.kind} has {found!r} as the label of sample {index}, but {problem}")
+        return int(label) if self.task == "classify" else found
+
+    def _label(self, index: int) -> Any:
         found = self._given(self.whole.label, index)
         if hasattr(found, "read"):
             return found
@@ -324,7 +388,7 @@ class OwnDataset(Whole):
         labels: list[torch.Tensor] = []
         for index in range(min(_LOOKED_AT, len(self))):
             with suppress(BadImage):
-                found = self.label(index)
+                found = self._label(index)
                 if hasattr(found, "read"):
                     return declared or "segment"
                 labels.append(self._numbers(found, index))
@@ -344,19 +408,18 @@ class OwnDataset(Whole):
                 f"{what[:LONGEST]}, which may be classes or amounts: say `task` multilabel or regress, or give classes "
                 "as whole numbers"
             )
-        return next(form.task for form in FORMS.values() if form.may_be(one))
+        return next(form.task for form in FORMS.values() if all(map(form.may_be, labels or [one])))
 
     def _classes(self) -> tuple[str, ...]:
         """The user's, or numbers where the labels say how many there are; () if nobody does."""
         named = getattr(self.whole, "classes", ())
-        if named is None or isinstance(named, str) or not hasattr(named, "__iter__"):
-            raise DatasetError(f"the dataset {self.kind} has classes {named!r}: expected their names")
+        if named is None or isinstance(named, str | Mapping | Set) or not hasattr(named, "__iter__"):
+            raise DatasetError(f"the dataset {self.kind} has classes {named!r}: expected their names, in a list")
         form, width = FORMS[self.task], self._shape[0] if self._shape else 1
         if form.classes:
             return form.classes
-        if form.named_by_column and (not named or len(tuple(named)) != width):
-            return tuple(map(str, range(width)))
-        return tuple(map(str, named))
+        names = tuple(map(str, named))
+        return tuple(map(str, range(width))) if form.named_by_column and len(names) != width else names
 
     def print(self) -> int:
         """A checksum of some samples: of their labels, and of images; of those that are read box by box, some boxes."""

@@ -19,6 +19,7 @@ PICTURES = (".png", ".tif", ".tiff", ".bmp", ".gif", *ZARR_SUFFIXES)
 IGNORE_INDEX = 255  # as in the masks of PASCAL VOC and Cityscapes
 _MODES = ("1", "L", "P", "I", "I;16", "I;16B", "I;16L")
 _WHITE = 255
+BLACK_AND_WHITE = ({0, _WHITE}, {_WHITE})  # values of masks whose white may be a class, or ignored
 _STRETCHED = {"L;2": 85, "L;4": 17}  # by which Pillow multiplies grey of few bits
 _STRIP = 1024
 

@@ -89,6 +89,10 @@ _SPLIT_LAYOUT = "expected columns train, val and test that list samples, or colu
 _BARCODE = re.compile(r"(TCGA-[A-Z0-9]{2}-[A-Z0-9]{4})(?![A-Z0-9])", re.IGNORECASE)  # 12 characters name the patient
 _INDEX = re.compile(r"Unnamed: [0-9]+")  # pandas' name for a column without one
 _FOLDED_NUMBER = re.compile(r"0*([0-9]+)([.,]0+)?")
+_ZEROS = re.compile(r"(?<![0-9.,])0+(?=[0-9]+(?![0-9a-z]))")  # before the digits of a number in a name
+_NOBODY = ("none", "unknown", "unbekannt", "anonymous", "anonym")
+_SHORTENED = re.compile(r"[0-9][.,][0-9]+E\+[0-9]+")
+_OF_KIND = re.compile(r"(?<![^/])([^/]*[^a-z0-9/])?(h5|pt)([^a-z0-9/][^/]*)?/")  # folders such as pt_files/
 MOST_FOLDS = 1_000_000
 
 
@@ -206,7 +210,7 @@ def read_samples(
     others_files = {*annotations, *targets} - {*slides}  # which are no samples of their own
     files, parts_of = samples_below(root, kind, others_files)
     asked = [_below(root, name) for name in slides]
-    asked = [_instead(parts_of.get(name, name), kind, files) for name in asked]
+    asked = _instead([parts_of.get(name, name) for name in asked], kind, files)
     numbers = [line.number for line in lines]
     paths = found_in(path, [*zip(numbers, asked, strict=True)], files, kind, f"below {root}", kind.missing)
     said = (parts, folds, labels, mpps, annotations, weights, covariates)
@@ -227,6 +231,10 @@ def read_samples(
     for name in unused if "patient" not in taken else ():
         if identifies(name) and len({line.values[name] for line in lines}) < len(lines):
             remarks += (f"`patient_column` {name} would keep {kind.nouns} that are alike there together",)
+    shared = [name for name, times in Counter(filter(None, annotations)).items() if times > 1]
+    if shared:
+        of_several = counted(len(shared), "annotation is", "annotations are")
+        remarks += (f"warning: {of_several} named by several {kind.nouns}: {some(shared, 3)}",)
     if len(files) > len(rows):
         remarks += (f"{counted(len(files) - len(rows), kind.noun, kind.nouns)} below {root} not in the table",)
     return SampleTable(found_task, names, rows, taken, remarks)
@@ -267,11 +275,13 @@ class _Columns:
                 found = [name for name in found if folded_column(name) in FILES] or found
             if role == "patient":
                 found = found or [name for name in header if _OF_PATIENTS.fullmatch(folded_column(name))]
+            if role == "split":  # whatever it is called, such as set or phase
+                found = found or [name for name in header if _says_parts({line.values[name] for line in table.lines})]
             found = [name for name in found if name not in spoken_for] or (found[:1] if role == "slide" else [])
             if len(found) > 1:
+                choose = "leave one of them" if role in ("split", "fold", "mpp") else f"choose it by `{role}_column`"
                 raise DatasetError(
-                    f"{where}: has {' and '.join(found)}, of which one can be the column of the {role}: "
-                    f"choose it by `{role}_column`"
+                    f"{where}: has {' and '.join(found)}, of which one can be the column of the {role}: {choose}"
                 )
             if not found and role == "slide":
                 raise DatasetError(
@@ -320,11 +330,20 @@ class _Columns:
             return patients_of(names, kind, "name the column of patients by `patient_column`")
         for line in lines:
             text = line.values[column]
-            if says_none(text):
+            if says_none(text) or text.casefold() in _NOBODY:
                 what = f"is {text!r}, which says that there is no value" if text else "is empty"
                 raise line.wrong(f"{column!r} {what}: fill in the patient, or leave the line out")
+            if _SHORTENED.fullmatch(text):
+                told = "which a spreadsheet made of a longer number"
+                raise line.wrong(f"{column!r} is {text!r}, {told}: format the column as text, and fill it in again")
         require_one_way(column, lines, _folded_patient, "patient")
         return [line.values[column] for line in lines], ()
+
+
+def _says_parts(texts: set[str]) -> bool:
+    """Whether these values of a column name parts: training, and another one."""
+    named = {part_named(text) for text in texts - {""}}
+    return "" not in named and "train" in named and len(named) > 1
 
 
 def _labels(
@@ -374,9 +393,10 @@ def _labels(
 
 
 def _folded_patient(text: str) -> str:
-    """The normal form of a patient: 007 and 7.0 are 7, as spreadsheets and pandas write numbers."""
-    number = _FOLDED_NUMBER.fullmatch(text)
-    return number[1] if number else folded_name(text)
+    """The normal form of a patient: 007 and 7.0 are 7, as spreadsheets and pandas write numbers, and P-007 is p-7."""
+    name = folded_name(text)
+    number = _FOLDED_NUMBER.fullmatch(name)
+    return number[1] if number else _ZEROS.sub("", name)
 
 
 def patients_of(names: Sequence[str], kind: FileKind, remedy: str) -> tuple[list[str], tuple[str, ...]]:
@@ -404,18 +424,20 @@ def samples_below(
     if not found:
         raise DatasetError(f"{folder}: has no {kind.nouns}: {kind.nouns} end in {' '.join(kind.suffixes)}")
     if kind is FEATURES:  # CLAM writes NAME.pt beside NAME.h5, which says more
-        said = {without_suffix(name, kind.suffixes).rpartition("/")[2] for name in found if not name.endswith(".pt")}
-        found = [n for n in found if not n.endswith(".pt") or n.removesuffix(".pt").rpartition("/")[2] not in said]
+        keys = {name: _OF_KIND.sub("", without_suffix(name, kind.suffixes)) for name in found}
+        said = {key for name, key in keys.items() if not name.lower().endswith(".pt")}
+        found = [name for name, key in keys.items() if not name.lower().endswith(".pt") or key not in said]
     return found, parts_of
 
 
-def _instead(name: str, kind: FileKind, files: Sequence[str]) -> str:
-    """The name of a file where a table may name another one, without its ending: with its folders or without."""
+def _instead(names: Sequence[str], kind: FileKind, files: Sequence[str]) -> list[str]:
+    """The names of files where a table may name others, without endings: all with their folders, or all without."""
     if not kind.stands_for:
-        return name
-    short = without_suffix(name.replace("\\", "/").removeprefix("./"), kind.stands_for)
+        return list(names)
+    short = [without_suffix(name.replace("\\", "/").removeprefix("./"), kind.stands_for) for name in names]
     known = {without_suffix(file, kind.suffixes) for file in files}
-    return short if short in known else short.rpartition("/")[2]
+    in_folders = any("/" in name and name in known for name in short)
+    return [name if name in known or in_folders else name.rpartition("/")[2] for name in short]
 
 
 def without_suffix(name: str, suffixes: Sequence[str]) -> str:

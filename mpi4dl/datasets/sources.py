@@ -35,7 +35,7 @@ from mpi4dl.datasets.listed import (
     visible,
     with_details,
 )
-from mpi4dl.datasets.masks import IGNORE_INDEX, Mask, mask_suffixes, open_stored, values_in
+from mpi4dl.datasets.masks import BLACK_AND_WHITE, IGNORE_INDEX, Mask, mask_suffixes, open_stored, values_in
 from mpi4dl.datasets.samples import (
     TABLE,
     Sample,
@@ -145,7 +145,6 @@ _TRAIN_VAL = ("train", "val")
 
 CLASSES = "classes.txt"
 _TABLES = (".csv", ".tsv", ".xlsx", ".xls", ".ods")  # how tables end that nobody named
-_BLACK_AND_WHITE = ({0, 255}, {255})
 
 
 def folder_table(root: Path, kind: FileKind, classes: tuple[str, ...] | None = None) -> SampleTable:
@@ -177,8 +176,8 @@ def folder_table(root: Path, kind: FileKind, classes: tuple[str, ...] | None = N
 
 def _class_table(root: Path, kind: FileKind, classes: tuple[str, ...] | None, before: str = "") -> SampleTable:
     found = class_folders(root)
+    own = [path for path in root.iterdir() if visible(path.name) and path.name.lower().endswith(kind.suffixes)]
     if not found:
-        own = any(visible(path.name) and path.name.lower().endswith(kind.suffixes) for path in root.iterdir())
         loose = f"; it has {kind.nouns} of its own: move them into one sub-folder per class" if own else ""
         raise DatasetError(f"{root}: has no class folders{loose}; {LAYOUT}")
     if classes is None and len(found) < 2:
@@ -202,7 +201,8 @@ def _class_table(root: Path, kind: FileKind, classes: tuple[str, ...] | None, be
             )
         paths = [f"{before}{name}/{file}" for file in files]
         rows += [Sample(0, path, path, path, label=known.index(name)) for path in paths]
-    return SampleTable("classify", known, tuple(rows), {})
+    left = f"{counted(len(own), f'{kind.noun} is', f'{kind.nouns} are')} of no class in {root}, and left out"
+    return SampleTable("classify", known, tuple(rows), {}, (left,) * bool(own))
 
 
 def paired_form(root: Path) -> LabelForm | None:
@@ -328,6 +328,20 @@ class TargetFiles(PairedFiles):
         return found
 
 
+def _class_names(path: Path) -> tuple[str, ...]:
+    """The classes that a file names. Raises DatasetError."""
+    with blaming(path, "cannot be read"):
+        lines = [line.strip() for line in read_regular(path).decode("utf-8-sig").rstrip().split("\n")]
+    wanted = "expected the name of a class in each line"
+    for number, line in enumerate(lines, 1):
+        if not line or line in lines[: number - 1]:
+            what = f"{line!r} again" if line else "nothing"
+            raise DatasetError(f"{path}, line {number}: names {what}; {wanted}")
+    if len(lines) < 2:
+        raise DatasetError(f"{path}: has {len(lines)} names; {wanted}, of two or more")
+    return tuple(lines)
+
+
 class MaskedFiles(PairedFiles):
     """Files of a table of samples with masks: files of class indices, `ignore_index` left out.
 
@@ -353,28 +367,25 @@ class MaskedFiles(PairedFiles):
         names = [file.name for file in self.annotations.files]
         self._ignored = ignore_index
         places = dict.fromkeys((root, *(root / each for each in {name.partition("/")[0] for name in names})))
-        named = next((path for path in (each / CLASSES for each in (*places, root.parent)) if path.is_file()), None)
+        listed = [path for path in (each / CLASSES for each in places) if path.is_file()]
+        listed = listed or [path for path in (root.parent / CLASSES,) if path.is_file()]
         found = self._values(spread(len(self)))
-        if ignore_index == IGNORE_INDEX and found in _BLACK_AND_WHITE:
+        if ignore_index == IGNORE_INDEX and found in BLACK_AND_WHITE:
             raise DatasetError(
                 f"{self.annotations.path(0).parent}: masks hold nothing but 0 and 255, and 255 is ignored: set "
                 "`ignore_index` to none if white is class 1"
             )
-        if classes is None and named is not None:
-            with blaming(named, "cannot be read"):
-                lines = [line.strip() for line in read_regular(named).decode("utf-8-sig").rstrip().split("\n")]
-            wanted = "expected the name of a class in each line"
-            for number, line in enumerate(lines, 1):
-                if not line or line in lines[: number - 1]:
-                    what = f"{line!r} again" if line else "nothing"
-                    raise DatasetError(f"{named}, line {number}: names {what}; {wanted}")
-            if len(lines) < 2:
-                raise DatasetError(f"{named}: has {len(lines)} names; {wanted}, of two or more")
-            classes = tuple(lines)
-        elif classes is None:
-            classes = tuple(map(str, range(num_classes or self._count())))
-        self.classes = classes
-        whence = "" if named is None else f", as {named} names them"
+        known = classes or ()
+        for path in listed:
+            lines = _class_names(path)
+            unnamed = known == (*map(str, range(len(known))),)  # as of masks without such a file
+            if not unnamed and lines != known[: len(lines)]:
+                others = "the classes of training are" if classes else f"{listed[0]} names"
+                told = f"names {some(lines, 10)}, but {others} {some(known, 10)}"
+                raise DatasetError(f"{path}: {told}: number and name classes in one way")
+            known = known or lines
+        self.classes = known or tuple(map(str, range(num_classes or self._count())))
+        classes, whence = self.classes, f", as {listed[0]} names them" if listed else ""
         self.remarks = (
             f"masks of {self.annotations.path(0).parent} have {len(classes)} classes{whence}"
             + ("" if ignore_index is None else f"; {ignore_index} is ignored"),
@@ -398,7 +409,7 @@ class MaskedFiles(PairedFiles):
     def _count(self) -> int:
         """How many classes the masks to train on have, all of which are read for that."""
         found = self._values([i for i, row in enumerate(self.rows) if row.split in ("", "train")])
-        if self._ignored is None and found in _BLACK_AND_WHITE:
+        if self._ignored is None and found in BLACK_AND_WHITE:
             return 2
         classes = sorted(found - {self._ignored})
         count = max(2, max(classes, default=0) + 1)

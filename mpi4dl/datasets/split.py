@@ -362,9 +362,11 @@ def split_rows(
             row._replace(split="val" if validates else "train") for row, validates in zip(rows, aside, strict=True)
         )
         by = "" if of_values(task) else "whether there are annotations" if files_of(task) else "label"
+        if any(row.fold is not None for row in rows):
+            remarks += (f"the folds of {where} are not used: `folds` would validate one of them",)
         of_patients = kind.tells_patients or any(row.patient != row.name for row in rows)
         how = ["by patient"] * of_patients + [f"stratified by {by}"] * bool(by)
-        return rows, (f"split {', '.join(how) or 'at random'}",)
+        return rows, (f"split {', '.join(how) or 'at random'}", *remarks)
     remarks += check_parts(rows, task, classes, kind)
     if not any(row.split == "val" for row in rows) and any(row.split == "test" for row in rows):
         rows = tuple(row._replace(split="val") if row.split == "test" else row for row in rows)

@@ -37,6 +37,7 @@ MOST_BYTES = 1 << 29  # of a table, which is read as a whole
 FEW_VALUES = 20  # so many whole numbers may be classes
 _EXACT_DIGITS = 16  # numbers with fewer digits differ as floating point
 _DELIMITERS = ",;\t"
+_MINUS = "\u2212"
 # Identifiers of patients or samples, and numbers of lines; not class_id.
 _IDENTIFIED = "case|patient|pat|subject|person|slide|sample|specimen|study|series|donor|block|scan|accession|barcode"
 _IDENTIFIER = re.compile(
@@ -45,14 +46,16 @@ _IDENTIFIER = re.compile(
 )
 # Values that say that there is none; Excel's errors too.
 _MISSING = frozenset(
-    ("", "nan", "na", "n/a", "n.a.", "n.a", "n. a.", "n / a", "#n/a", "#na", "<na>", "null", "nil", "missing",
-     "not available", "?", "-", "--", "---", "\u2013", "\u2014", ".", "#value!", "#div/0!", "#ref!", "#name?", "#num!",
-     "#null!")
+    ("", "nan", "na", "n/a", "n.a.", "n.a", "n. a.", "n / a", "#n/a", "#na", "<na>", "null", "nil", "missing", "nat",
+     "not available", "not reported", "not applicable", "n.d.", "n.d", "n. d.", "k.a.", "k. a.", "?", "-", "--", "---",
+     "'--", "\u2013", "\u2014", ".", "#value!", "#div/0!", "#ref!", "#name?", "#num!", "#null!")
 )  # fmt: skip
+_NONE = re.compile(r"None|\[(?i:not .*|unknown|discrepancy)\]")  # as Python and archives of cohorts write it
 _TRUTH = {"true": 1.0, "false": 0.0}
 _NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*|,[0-9]+)?|[.,][0-9]+)([eE][+-]?[0-9]+)?")
 _WITH_UNIT = re.compile(rf"({_NUMBER.pattern})\s*([^\W\d_][^\d\s]*|[^\w\s.,+-]\S*)")
 _MAYBE_THOUSANDS = re.compile(r"[+-]?[1-9][0-9]{0,2}([.,][0-9]{3})+")
+_THOUSANDS = re.compile(r"[+-]?[1-9][0-9]{0,2}(['\u2019\s][0-9]{3})+([.,][0-9]+)?")
 
 Label = int | tuple[float, ...]
 
@@ -236,7 +239,7 @@ def as_number(text: str) -> float | None:
 
 def says_none(text: str) -> bool:
     """Whether a value says that there is none: it is empty, NaN, NA, a dash or the like."""
-    return text.casefold() in _MISSING
+    return text.casefold() in _MISSING or _NONE.fullmatch(text) is not None
 
 
 class LabelColumns:
@@ -330,6 +333,12 @@ class LabelColumns:
                     f"{self._path}: the column {name!r} has numbers that are not whole, which may be classes or "
                     "amounts: say `task` classify or regress"
                 )
+            if len({*self._texts(name)}) > max(FEW_VALUES, len(found) // 2):
+                raise DatasetError(
+                    f"{self._path}: the column {name!r} has {len({*self._texts(name)})} values in {len(found)} lines, "
+                    f"such as {self._texts(name)[0]!r}, which may be no classes: say `task` classify, or regress for "
+                    "amounts"
+                )
             return "classify"
         self.require_one_decimal_mark()
         if self.require_numbers_or_words("say `task` classify"):
@@ -341,6 +350,11 @@ class LabelColumns:
                     "amounts: say `task` classify or regress"
                 )
             return "regress"
+        if all(map(_THOUSANDS.fullmatch, self._texts(name))):
+            raise self._lines[0].wrong(
+                f"{name!r} is {self._lines[0].values[name]!r}, which parts thousands: write numbers without marks "
+                "between digits, or say `task` classify"
+            )
         measured = [_WITH_UNIT.fullmatch(text) for text in self._texts(name)]
         if len({each and each[each.re.groups] for each in measured}) == 1 and measured[0]:
             raise DatasetError(
@@ -426,15 +440,16 @@ class LabelColumns:
 
 def _folded(text: str) -> str:
     """The normal form of a class name: without differences of case, spaces and the form of numbers."""
-    number = as_number(text)
-    if number is not None and len(text) < _EXACT_DIGITS:
-        return repr(number)
-    return folded_name(text)
+    name = folded_name(text)
+    number = as_number(name)
+    return repr(number) if number is not None and len(name) < _EXACT_DIGITS else name
 
 
 def folded_name(text: str) -> str:
-    """The normal form of a name: without differences of case and spaces."""
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    """The normal form of a name: without differences of case, spaces and dashes, nor characters that nobody sees."""
+    kinds = [(char, unicodedata.category(char)) for char in unicodedata.normalize("NFKC", text).casefold()]
+    shown = ("-" if kind == "Pd" or char == _MINUS else char for char, kind in kinds if kind != "Cf")
+    return " ".join("".join(shown).split())
 
 
 def require_apart(names: Iterable[str], where: Path) -> None:

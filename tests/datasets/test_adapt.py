@@ -3,6 +3,7 @@
 import inspect
 import re
 import textwrap
+from typing import NamedTuple
 
 import numpy as np
 import PIL.Image
@@ -89,6 +90,8 @@ def test_datasets_of_pytorch_and_torchvision(tmp_path):
         (torch.tensor([[0.0, 1.0], [1.0, 0.0]]), "auto", "such as \\[0.0, 1.0\\], which may be classes or amounts"),
         (torch.tensor([1.0, 0.0]), "auto", "such as 1.0, which may be classes or amounts"),
         (torch.tensor([1.0, 0.5]), "auto", "regress"),
+        (torch.tensor([[0.0, 1.0], [1.0, 0.5]]), "auto", "regress"),  # the first alone may be multilabel
+        (torch.tensor([[0], [3]]), "auto", "classify"),
         (torch.tensor([[0.0, 1.0], [1.0, 0.0]]), "multilabel", "multilabel"),
         (torch.tensor([[0.0, 1.0], [1.0, 0.0]]), "regress", "regress"),
         (torch.tensor([[0.0, 1.0], [1.0, 0.0]]), "classify", "which are none for `task` classify"),
@@ -126,6 +129,54 @@ def test_masks_of_pillow():
     assert labels[1].unique().tolist() == [-100, 1]
 
 
+class Targets:
+    """Whose samples have other labels than the attribute that is called as torchvision calls it."""
+
+    classes = ("low", "high")
+
+    def __init__(self, labels):
+        self.labels, self.targets = labels, [0, 1, 5, 1, 0, 1]
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return np.full((*SIZE, 3), index, np.uint8), self.labels[index]
+
+
+def test_labels_are_those_of_samples_where_targets_say_others():
+    assert adapt(Targets([0, 1, 5, 1, 0, 1])).tells_labels
+    changed = adapt(Targets([1, 0, 1, 0, 1, 0]))
+    assert ([changed.label(index) for index in range(6)], changed.tells_labels) == ([1, 0, 1, 0, 1, 0], False)
+    with pytest.raises(DatasetError, match="has 5 in `targets` for sample 2, but gives 1 as its label"):
+        first_batch(adapt(Targets([0, 1, 1, 1, 0, 1])))
+
+
+class Swapped(NamedTuple):
+    """A sample in another order than a tuple has it."""
+
+    mask: np.ndarray
+    image: np.ndarray
+
+
+class Listed(list):
+    """Samples in a list, which is no pair of datasets."""
+
+
+def test_the_fields_of_a_sample_go_before_their_order():
+    images = [np.full((*SIZE, 3), index, np.uint8) for index in range(3)]
+    masks = [np.eye(*SIZE, dtype=np.int64) for _ in images]
+    batch = first_batch(adapt(Listed(Swapped(*each) for each in zip(masks, images, strict=True))))
+    assert torch.equal(batch.labels[0], torch.from_numpy(masks[0]))
+    assert batch.tiles[0].shape[1] == 3
+
+
+def test_black_and_white_masks_of_pillow_are_refused():
+    white = PIL.Image.fromarray(np.eye(*SIZE, dtype=np.uint8) * 255)
+    with pytest.raises(DatasetError, match="hold nothing but 0 and 255, and 255 is ignored"):
+        adapt(Listed([(PIL.Image.new("RGB", SIZE[::-1]), white)] * 4))
+
+
 class Broken:
     """A dataset with one thing wrong."""
 
@@ -137,6 +188,8 @@ class Broken:
             self.channels = wrong["channels"]
         if "classes" in wrong:
             self.classes = wrong["classes"]
+        for name in {"patient", "name"} & {*wrong}:
+            setattr(self, name, wrong[name])
 
     def __len__(self):
         return self.wrong.get("length", 4)
@@ -155,6 +208,13 @@ class Broken:
         ({"channels": "3"}, "the dataset Broken has '3' channels: it must be a number of at least 1"),
         ({"channels": 1}, "the image of Broken[0] gives uint8 values of shape (6, 8, 3) for a box of 6 x 8 pixels"),
         ({"classes": "ab"}, "the dataset Broken has classes 'ab': expected their names"),
+        ({"classes": {"b": 1, "a": 0}}, "has classes {'b': 1, 'a': 0}: expected their names, in a list"),
+        ({"labels": [[1, 0], [0, 1], [1, 1], [2, 0]]}, "[2, 0] as the label of sample 3, but multilabel needs 0 or 1"),
+        (
+            {"name": lambda index: f"scan {index % 3}"},
+            "the dataset Broken calls samples 0 and 3 'scan 0': a name is of",
+        ),
+        ({"patient": "p1"}, "the dataset Broken has `patient` 'p1': expected a function patient(index)"),
         ({"labels": [0, 1, "b", 1]}, "the dataset Broken gives 'b' as the label of sample 2: expected a class"),
         ({"labels": [0, 1, [1, 0], 1]}, "labels of one number and, of sample 2, of 2 numbers: all must be alike"),
         ({"image": np.zeros((6, 8, 3))}, "the image of Broken[0] is a ndarray: it needs size, such as"),
@@ -210,8 +270,11 @@ def test_samples_of_a_patient_of_an_own_dataset_stay_together():
         def patient(self, index):
             return index // 3
 
-    found = adapt(Scans())
+    found, listed = adapt(Scans()), TensorDataset(torch.rand(12, 3, *SIZE), torch.arange(12) % 2)
     assert found.patients == [str(index // 3) for index in range(12)]
+    listed.patients = np.arange(12) // 3
+    assert adapt(listed).patients == found.patients
+    assert adapt(torch.utils.data.Subset(Scans(), [7, 0, 1])).patients == ["2", "0", "0"]
     training, validation = split(found, 0.25)
     assert len({index // 3 for index in validation.indices}) == 1
     assert len(validation) == 3

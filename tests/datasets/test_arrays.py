@@ -63,6 +63,7 @@ def test_layouts_of_images(tmp_path, stored, expected):
     [
         ({"x": IMAGES}, "has no y; expected arrays x_train, y_train, x_test, y_test, or x, y; found x"),
         ({"x_train": IMAGES, "y_train": LABELS}, "has no x_test, y_test; expected arrays"),
+        ({"x_train": IMAGES, "x_val": IMAGES}, "has x_val, but x_test validates"),
         ({"z": IMAGES}, "has no x, y; expected arrays x_train, y_train, x_test, y_test, or x, y; found nothing"),
         ({"x": IMAGES, "y": LABELS[:3]}, "x has 6 images and y has 3 labels: they must be as many"),
         ({"x": IMAGES[0, 0], "y": LABELS}, "x has shape (7, 3); expected (count, height, width) or"),

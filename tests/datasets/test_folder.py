@@ -74,8 +74,9 @@ def test_tables_of_other_names_are_named(tmp_path):
 
 
 def test_sizes_and_formats_may_be_mixed(tmp_path):
-    put(tmp_path / "a/1.png", 10, (4, 5))
-    put(tmp_path / "b/2.png", 20, (7, 3))
+    for name, value, size in (("0.png", 0, (2, 2)), ("a/1.png", 10, (4, 5)), ("b/2.png", 20, (7, 3))):
+        put(tmp_path / name, value, size)
+    assert listed(tmp_path).remarks == (f"1 image is of no class in {tmp_path}, and left out",)
     pixels = noise_image(96, 80)
     tifffile.imwrite(tmp_path / "b/3.tif", pixels, tile=(32, 32), photometric="rgb")
     tifffile.imwrite(tmp_path / "b/4.svs", pixels, tile=(32, 32), photometric="rgb")
@@ -234,12 +235,21 @@ def test_parts_by_the_names_that_people_give_them(tmp_path, folders, expected):
 
 @pytest.mark.parametrize(
     "folders",
-    [["cat", "dog"], ["train", "bus", "car"], ["control", "test"], ["valid", "invalid"], ["train"], [], ["Test", "a"]],
+    [
+        ["cat", "dog"],
+        ["train", "bus", "car"],
+        ["control/p1", "control/p2", "test/p1", "test/p2"],
+        ["control", "test"],
+        ["valid", "invalid"],
+        ["train"],
+        [],
+        ["Test", "a"],
+    ],
     ids=str,
 )
 def test_classes_that_are_called_like_a_part(tmp_path, folders):
     assert parts(make(tmp_path, *folders)) is None
-    assert class_folders(tmp_path) == tuple(sorted(folders))
+    assert class_folders(tmp_path) == tuple(sorted({each.partition("/")[0] for each in folders}))
 
 
 @pytest.mark.parametrize(
@@ -250,6 +260,7 @@ def test_classes_that_are_called_like_a_part(tmp_path, folders):
         (["train", "training"], "has train, training, which are no classes, and together no parts to train on and to"),
         (["val", "test"], "has val, test, which are no classes"),
         (["cat", "dog", "val/cat", "val/dog"], "has val, which are no classes"),
+        (["train/cat", "train/dog", "raw"], "has train, which are no classes"),
     ],
     ids=str,
 )

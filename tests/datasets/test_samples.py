@@ -11,7 +11,7 @@ import pytest
 
 from mpi4dl import datasets
 from mpi4dl.datasets import DatasetError
-from mpi4dl.datasets.kinds import SLIDES
+from mpi4dl.datasets.kinds import FEATURES, SLIDES
 from mpi4dl.datasets.samples import SampleTable, read_samples, read_split_file
 from mpi4dl.datasets.sources import open_files
 from mpi4dl.datasets.table import identifies
@@ -147,6 +147,25 @@ def test_slides_are_found_in_another_folder_and_by_absolute_paths(slides: Path, 
     assert any("3 slides below" in remark for remark in found.remarks)
 
 
+@pytest.mark.parametrize(
+    ("files", "table", "found"),
+    [
+        ("h5_files/s.h5 pt_files/s.pt h5_files/t.h5", "s.svs a/t.svs", "h5_files/s.h5 h5_files/t.h5"),
+        ("s.h5 pt_files/s.pt pt_files/t.pt", "s t", "s.h5 pt_files/t.pt"),
+        ("a/s.h5 b/s.pt a/t.h5", "b/s.svs a/t", "b/s.pt a/t.h5"),
+        ("a/s.h5 a/t.h5", "a/s.svs b/t.svs", ""),  # of another folder, and another slide
+    ],
+)
+def test_features_are_those_of_the_folder_of_their_slide(tmp_path: Path, files: str, table: str, found: str) -> None:
+    touch(tmp_path, tuple(files.split()))
+    text = "slide,label\n" + "".join(f"{name},{number}\n" for number, name in enumerate(table.split()))
+    if found:
+        assert [row.path for row in read(tmp_path, text, kind=FEATURES).rows] == found.split()
+    else:
+        with pytest.raises(DatasetError, match="is no file of features"):
+            read(tmp_path, text, kind=FEATURES)
+
+
 def test_names_with_points_are_found_in_subfolders_too(tmp_path: Path) -> None:
     names = ("TCGA-AA-0001-01Z.8c5f", "TCGA-AA-0001-01Z.9d0e")
     touch(tmp_path, tuple(f"{name[-4:]}/{name}.svs" for name in names))
@@ -227,6 +246,15 @@ def test_a_column_says_which_images_are_for_what(images: Path) -> None:
         datasets.open(images)
 
 
+def test_a_column_of_parts_is_the_split_whatever_its_name(images: Path) -> None:
+    """Else a run trains on what the table keeps for tests."""
+    write(images, "file,cohort,label,phase\na/1.png,x,s,Train\na/2.png,x,t,train\nb/1.png,y,s,Test\nb/3.jpg,y,t,val\n")
+    folder = open_files(images)
+    assert ([row.split for row in folder.rows], folder.columns["split"]) == (["train", "train", "test", "val"], "phase")
+    write(images, "file,label,phase\na/1.png,x,train\na/2.png,y,baseline\nb/1.png,x,train\nb/3.jpg,y,\n")
+    assert {row.split for row in open_files(images).rows} == {""}
+
+
 def test_chosen_columns(images: Path) -> None:
     write(images, "file,sex,age,stage\na/1.png,f,61,2\nb/1.png,m,50,3\n")
     folder = open_files(images, label_columns=("stage", "age"))
@@ -263,6 +291,7 @@ WRONG_IMAGES: list[tuple[str, str | None, str]] = [
     ("file,x\na/1.png,1\n", "segment", "segment needs a column mask or annotation: name it by `annotation_column`"),
     ("file,split,x\na/1.png,a,1.5\n", None, "line 2: 'split' is 'a', but must be train, val or test"),
     ("file,class\n\"a/1.png,x\n", None, "is no line of a table"),
+    ("file,label\n" + "".join(f"{i},{30 + i}\n" for i in range(40)), None, "40 values in 40 lines, such as '30'"),
     ("file,label\na/1.png,0.5\n3.jpg,0.7\n", None, "numbers that are not whole, which may be classes or amounts"),
     ("file,her2\na/1.png,0\n3.jpg,1+\n", None, "line 3: 'her2' is '1+', which is no number, but line 2 has '0'"),
     ("file,dose\na/1.png,1.5\n3.jpg,NA\n", None, "line 3: 'dose' is 'NA', which says that there is no value"),
@@ -273,6 +302,12 @@ WRONG_IMAGES: list[tuple[str, str | None, str]] = [
     ("file,patient\na/1.png,1\n3.jpg,2\n", None, "has no column of labels beside the file names"),
     ("file,grade\na/1.png,Low\n3.jpg,low\n", None, "line 3: 'grade' is 'low', but line 2 has 'Low'"),
     ("file,label\na/1.png,1\n3.jpg,1.0\n", None, "line 3: 'label' is '1.0', but line 2 has '1'"),
+    ("file,label\na/1.png,1\n3.jpg,1\u200b\n", None, "line 3: 'label' is '1\\u200b', but line 2 has '1'"),
+    ("file,grade\na/1.png,HER2-\n3.jpg,HER2\u2212\n", None, "but line 2 has 'HER2-': write one class in one way"),
+    ("file,label\na/1.png,x\n3.jpg,'--\n", None, "\"'--\", which says that there is no value"),
+    ("file,label\na/1.png,x\n3.jpg,[Not Available]\n", None, "'[Not Available]', which says that there is no value"),
+    ("file,label\na/1.png,x\n3.jpg,None\n", None, "'None', which says that there is no value"),
+    ("file;dose\na/1.png;1'500\n3.jpg;2'000,5\n", None, "which parts thousands: write numbers without marks"),
     ("file\x00,age\na/1.png,1\n", None, "line 1: has a NUL"),
     ("file,stage\n" + "".join(f"{i},{i % 3}\n" for i in range(9)), None, "has 3 whole numbers, which may be classes"),
     ("file,age\na/1.png," + 4300 * "9" + "\n3.jpg,1\n", "regress", "(4300 characters), but regress needs a number"),
@@ -295,6 +330,11 @@ WRONG_SLIDES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("slide,patient,label\ns1,p,x\ns2,NA,y\n", {}, ["line 3", "'patient' is 'NA'"]),
     ("slide,patient,label\ns1,P 1,x\ns2,p 1,y\n", {}, ["line 3", "'p 1'", "line 2", "'P 1'"]),
     ("slide,patient,label\ns1,007,x\ns2,7.0,y\n", {}, ["line 3", "'7.0'", "line 2", "'007'"]),
+    ("slide,patient,label\ns1,P-007,x\ns2,P\u20137,y\n", {}, ["line 3", "'P\u20137'", "line 2", "'P-007'"]),
+    ("slide,patient,label\ns1,p,x\ns2,\u00adp\ufeff,y\n", {}, ["line 3", "'\\xadp\\ufeff'", "line 2", "'p'"]),
+    ("slide,patient,label\ns1,p,x\ns2,Unknown,y\n", {}, ["line 3", "'patient' is 'Unknown'", "no value"]),
+    ("slide;patient;label\ns1;1,23457E+11;x\ns2;2;y\n", {}, ["line 2", "'1,23457E+11'", "format the column as text"]),
+    ("slide,label,set,phase\ns1,x,train,Test\ns2,y,test,Train\n", {}, ["line 1", "set and phase", "leave one"]),
     ("slide,patient,split,label\ns1,p,train,x\ns2,q,val,y\na/s3,p,test,y\n",
      {}, ["line 4", "'p'", "test", "'a/s3'", "train", "'s1' of line 2"]),
     ("slide,patient,fold,label\ns1,p,0,x\ns2,p,1,y\n", {}, ["line 3", "'p'", "fold 1", "'s2'", "fold 0", "'s1'"]),

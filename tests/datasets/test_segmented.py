@@ -224,9 +224,22 @@ def test_parts_and_classes(root, tmp_path):
     assert (len(training), len(validation)) == (5, 5)
     assert training.task == "segment"
     assert training.classes == validation.classes == ("background", "cell", "nucleus")
+    (root / "val" / "classes.txt").write_text("background\nnucleus\ncell\n")
+    with pytest.raises(DatasetError, match=r"names background, nucleus, cell, but .* names background, cell"):
+        datasets.open(root)
+    with pytest.raises(DatasetError, match=r"nucleus, cell, but the classes of training are background, cell, nucleus"):
+        open_files(root / "val", classes=training.classes)
+    (root / "val" / "classes.txt").unlink()
     (root / "classes.txt").unlink()
     assert datasets.open(root)[0].classes == ("0", "1", "2")
     assert datasets.open(root, num_classes=5)[0].classes == ("0", "1", "2", "3", "4")
+
+
+def test_one_mask_of_several_images_is_a_warning(root):
+    (root / "labels.csv").write_text("file,mask\n" + "".join(f"images/{n},masks/grey.png\n" for n in ("grey", "tiles")))
+    assert (
+        "warning: 1 annotation is named by several images: masks/grey.png" in open_files(root, task="segment").remarks
+    )
 
 
 def test_black_and_white_masks_are_asked_about(root):

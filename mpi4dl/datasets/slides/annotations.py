@@ -41,7 +41,8 @@ SAME_PROPORTIONS = 0.02
 IGNORED_CLASS = "Ignore*"  # of QuPath
 NO_CLASS = ("", "none")  # of ASAP
 _LINES = ("Point", "MultiPoint", "LineString", "MultiLineString")
-_MARKS = ("Dot", "PointSet", "Measurement", "Polyline", "Line", "Arrow")  # of ASAP, that have no area
+_AREAS, _RECTANGLE = ("Polygon", "Spline", "None"), "Rectangle"  # of ASAP, and those that have no area
+_MARKS = ("Dot", "PointSet", "Measurement", "Polyline", "Line", "Arrow")
 
 Ring = npt.NDArray[np.float64]  # (corners, 2): x and y
 
@@ -231,8 +232,13 @@ def _read_xml(content: bytes) -> list[Region]:
         if tag != "Annotation":
             return
         kind, name = about.get("Type", "Polygon"), about.get("PartOfGroup", "").strip()
-        if kind not in _MARKS and len(corners) >= CORNERS_OF_POLYGON:
-            ring = np.array([place for _, *place in sorted(corners, key=lambda each: each[0])], np.float64)
+        if kind not in (*_AREAS, _RECTANGLE, *_MARKS):
+            raise _Wrong(f"has the type {quoted(kind)} of an annotation: expected {', '.join(_AREAS)} or {_RECTANGLE}")
+        ring = np.array([place for _, *place in sorted(corners, key=lambda each: each[0])], np.float64)
+        if kind == _RECTANGLE and len(ring) == 2:  # opposite corners
+            (left, top), (right, bottom) = ring
+            ring = np.array([(left, top), (right, top), (right, bottom), (left, bottom)])
+        if kind not in _MARKS and len(ring) >= CORNERS_OF_POLYGON:
             found.append(Region("" if name.casefold() in NO_CLASS else name, (ring,)))
         about.clear()
 

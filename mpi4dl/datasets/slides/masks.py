@@ -96,7 +96,7 @@ class SlideMasks:
             found = read_annotations(self.files.checked(number))
             if not self._nameless:
                 return found
-            return Annotations(found.path, tuple(Region(ANNOTATED, each.rings) for each in found.regions))
+            return Annotations(found.path, tuple(Region(each.name or ANNOTATED, each.rings) for each in found.regions))
 
         annotations: Annotations = self._kept(number, read)
         return annotations

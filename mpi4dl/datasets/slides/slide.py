@@ -25,7 +25,7 @@ from mpi4dl._files import open_regular
 from mpi4dl._wording import counted, some
 from mpi4dl.datasets import tiff
 from mpi4dl.datasets.base import BadImage, FunctionImage, Image, Pixels, blaming
-from mpi4dl.datasets.files import SLIDE_SUFFIXES, is_dicom, open_image
+from mpi4dl.datasets.files import SLIDE_SUFFIXES, is_dicom, is_zarr, open_image
 from mpi4dl.datasets.reader_process import has_openslide, open_with_openslide, vendor_of
 from mpi4dl.datasets.slides import dicom
 from mpi4dl.datasets.stains import Recolour
@@ -276,6 +276,8 @@ def open_slide(path: Path, resolution: Resolution | None = None) -> Slide:
 
 
 def _opened(path: Path) -> SlideFile:
+    if is_zarr(path):
+        raise BadImage(path, "is a folder of Zarr, which is no slide: name it by `images`, or convert it to TIFF")
     if path.is_dir() or is_dicom(path):
         return _openslide_file(path, dicom.checked(path))
     with open_regular(path) as file:

@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import re
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -150,9 +151,13 @@ def test_xml_of_asap(tmp_path: Path) -> None:
     found = read_annotations(written(tmp_path, ASAP.encode(), "a.xml"))
     assert [region.name for region in found.regions] == ["Tumor", "Stroma", ""]
     assert found.regions[0].rings[0].tolist() == [[10.5, 9], [70.5, 5.25], [80, 60]]
-    mask = RegionMask(found, slide_of(), {"Tumor": 1, "Stroma": 2})
-    whole = mask.read(*(Interval(0, side) for side in SIZE))
+    space, classes = [Interval(0, side) for side in SIZE], {"Tumor": 1, "Stroma": 2}
+    whole = RegionMask(found, slide_of(), classes).read(*space)
     assert (whole == 2).sum() == 400
+    of_two = re.sub(r'<Coordinate Order="[13]" X="[26]0" Y="[23]0" />', "", ASAP)  # opposite corners
+    found = read_annotations(written(tmp_path, of_two.encode(), "b.xml"))
+    assert len(found.regions[1].rings[0]) == 4
+    assert np.array_equal(RegionMask(found, slide_of(), classes).read(*space), whole)
     triangle = [[10.5, 9], [70.5, 5.25], [80, 60]]
     centres = np.argwhere(np.ones(SIZE))[:, ::-1] + 0.5
     inside = points_in_poly(centres, triangle).reshape(SIZE)
@@ -188,6 +193,7 @@ DAMAGED: dict[str, tuple[str, Any, str]] = {
     "packed": ("a.geojson.gz", None, "cannot be read"),
     "truncated xml": ("a.xml", ASAP.encode()[:400], "truncated or damaged"),
     "another xml": ("a.xml", b"<Annotations/>", "ASAP_Annotations"),
+    "a circle": ("a.xml", ASAP.replace("Spline", "Circle").encode(), "type 'Circle' of an annotation"),
     "entities": ("a.xml", BOMB, "document type"),
     "entities of UTF-16": ("a.xml", BOMB.decode().encode("utf-16"), "document type"),
     "files as entities": ("a.xml", FILE, "document type"),
@@ -257,6 +263,9 @@ def test_classes_are_those_of_all_files(tmp_path: Path) -> None:
     nameless = folder_of(tmp_path, {"a.geojson": FEATURES[4:]})
     assert nameless.classes == ("background", "annotated")
     assert nameless.label(0).read(Interval(0, 90), Interval(0, 130)).all()
+    ignored = folder_of(tmp_path, {"a.geojson": [FEATURES[4], FEATURES[3]]}).label(0)
+    values, counts = np.unique(ignored.read(Interval(0, 90), Interval(0, 130)), return_counts=True)
+    assert (values.tolist(), counts.tolist()) == ([IGNORED, 1], [36, 90 * 130 - 36])
 
 
 def test_pictures_of_any_resolution_are_masks(tmp_path: Path) -> None:

@@ -365,6 +365,13 @@ def test_colours_are_those_of_the_profile(tmp_path: Path) -> None:
         whole(other)
 
 
+def test_a_folder_of_zarr_is_no_slide(tmp_path: Path) -> None:
+    (tmp_path / "a.zarr").mkdir()
+    (tmp_path / "a.zarr" / "zarr.json").write_text("{}")
+    with pytest.raises(BadImage, match="is a folder of Zarr, which is no slide"):
+        open_slide(tmp_path / "a.zarr")
+
+
 def test_a_damaged_slide_is_named(folder: Path, tmp_path: Path) -> None:
     for ending in FORMATS:
         content = (folder / f"slide{ending}").read_bytes()
