@@ -67,8 +67,8 @@ def find_documents(*sources: str | Path) -> tuple[Document, ...]:
             raise DatasetError(f"{path}: no such file or folder; expected UTF-8 text, or {STDLIB!r}")
         elif path.suffix.lower() in RECORDS:
             raise DatasetError(
-                f"{path}: holds records, whose braces and keys would be text too: write the text of each to a file of its "
-                "own, which is a document, into one folder; or rename the file to train on it as it is"
+                f"{path}: holds records, whose braces and keys would be text too: write the text of each to a file of "
+                "its own, which is a document, into one folder; or rename the file to train on it as it is"
             )
         else:
             documents = [Document(path.name, path)]

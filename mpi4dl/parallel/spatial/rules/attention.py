@@ -92,10 +92,8 @@ def scaled_dot_product_attention(
     own = part_of(query, asking, query.dim(), name)
     gathered = any(isinstance(x, SpatialTensor) and x.layout.cut(x.dim() - 2) for x in (key, value))
     if gathered and torch.is_grad_enabled():
-        outputs = checkpoint(attend, own, *parts, use_reentrant=False, preserve_rng_state=False)
-    else:
-        outputs = attend(own, *parts)
-    return wrap(outputs, asking)
+        return wrap(checkpoint(attend, own, *parts, use_reentrant=False, preserve_rng_state=False), asking)
+    return wrap(attend(own, *parts), asking)
 
 
 def _ring(query: Tensor, key: Tensor, value: Tensor, causal: bool, options: dict[str, Any]) -> "Ring | None":
