@@ -271,3 +271,15 @@ def lock(folder: Path, option: str = "run_folder") -> int | None:
             message = "%s is on a file system without locks (%s): see to it that no other job writes there"
             logging.getLogger("mpi4dl").warning(message, folder, error.strerror)
             return None
+
+
+@contextmanager
+def alone_in(folder: Path, option: str = "out") -> Iterator[None]:
+    """Within it no other job locks the folder, which is made. Raises as `lock` and `make_folder` do."""
+    make_folder(folder)
+    held = lock(folder, option)
+    try:
+        yield
+    finally:
+        if held is not None:
+            os.close(held)

@@ -4,6 +4,7 @@ It prints metrics with intervals and the confusion matrix, of slides by slide an
 run, with a line for each image, curves and calibration.
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -16,6 +17,7 @@ from mpi4dl.comm import failure
 if runs(__name__):
     failure.arm()  # before anything else that may fail on one rank alone
 
+from mpi4dl._files import alone_in
 from mpi4dl._wording import counted
 from mpi4dl.inference.options import EvaluationOptions, Inference, others_of
 from mpi4dl.options.command import CommandLine, command
@@ -35,6 +37,13 @@ class EvaluateConfig(Inference, EvaluationOptions):
 @command(EvaluateConfig, USAGE, DESCRIPTION, source="the folder of a run, a checkpoint, or weights")
 def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
     """Measure the model that `asked.source` names. Collective."""
+    out = asked.config.evaluating.out
+    with ExitStack() as closing:
+        comm.from_first(lambda: None if out is None else closing.enter_context(alone_in(Path(out))))
+        _evaluate(comm, asked)
+
+
+def _evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
     from mpi4dl.inference.images import framed_for, open_to_evaluate, seen_before
     from mpi4dl.inference.model import Predictor
     from mpi4dl.inference.scoring import about_evaluation, judging_by, score
@@ -64,11 +73,11 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
     out = None if options.out is None else Path(options.out)
     comm.from_first(lambda: require_writable(out or model.folder))
     scores = score(model, images, judging, speaks=True, seams=options.seams, lpips=options.lpips)
-    file = file_of_evaluation(model.folder, out, datetime.now())
     told = about_evaluation(model, images, images=others or options.images, part=options.part, warnings=warnings)
     with comm.together():
         if comm.rank == 0:
             print("\n".join(scores.table()), flush=True)  # which stays, if the disk is full
+            file = file_of_evaluation(model.folder, out, datetime.now())
             for remark in scores.write(file, told):
                 print(remark)
             bad = f", {len(scores.bad)} could not be read" if scores.bad else ""

@@ -184,6 +184,7 @@ class Communicator(PointToPoint):
         self.pool = CommunicatorPool() if pool is None else pool
         self.max_reduction_bytes = MAX_REDUCTION_BYTES
         self.num_met = 0  # collectives of objects so far
+        self._ended_by = "", ""  # the kind of an error in `going_on`, and what it says
 
     def __repr__(self) -> str:
         return f"Communicator(rank {self.rank} of {self.size})"
@@ -474,11 +475,11 @@ class Communicator(PointToPoint):
         everyone: list[_Brought] = [loads(payload) for payload in payloads]
         for rank, brought in enumerate(everyone):
             if isinstance(brought.part, _Complaint):
-                raise self._told(brought.part.error(rank, self.size))
+                raise self.told(brought.part.error(rank, self.size))
         for rank, brought in enumerate(everyone):
             if brought.call != everyone[0].call:
                 first = f"rank 0 is in {everyone[0].call} at {everyone[0].place}"
-                raise self._told(
+                raise self.told(
                     Mismatch(
                         f"{first}, but rank {rank} in {brought.call} at {brought.place}: all ranks must make the same "
                         "collective calls in the same order"
@@ -486,10 +487,15 @@ class Communicator(PointToPoint):
                 )
         return [brought.part for brought in everyone]
 
-    def _told(self, error: Exception) -> Exception:
-        """The same error, marked as one that all ranks of this communicator raise in this call."""
+    def told(self, error: Exception) -> Exception:
+        """The same error, marked as one of all ranks of this communicator, which have it since the last `_meet`."""
         error.told_in = self, self.num_met  # type: ignore[attr-defined]
         return error
+
+    def _is_told(self, error: Exception, before: int) -> bool:
+        """Whether all ranks have this error, since so many collectives of objects."""
+        teller, number = getattr(error, "told_in", (None, 0))
+        return teller is self and number > before
 
     def agree(self, error: str | None = None, **facts: Any) -> None:
         """Raise `Refusal` on all ranks together if one of them reports an error, or if their facts differ.
@@ -505,7 +511,7 @@ class Communicator(PointToPoint):
             values = [known.get(name) for known in answers]
             for rank, value in enumerate(values):
                 if value != values[0]:
-                    raise self._told(
+                    raise self.told(
                         Refusal(
                             f"the ranks were started differently: {name} is {values[0]!r} on rank 0 but {value!r} on "
                             f"rank {rank}: start all ranks with the same command"
@@ -526,8 +532,7 @@ class Communicator(PointToPoint):
         try:
             yield
         except Exception as problem:  # whatever it is, it is raised again, here or by all
-            teller, number = getattr(problem, "told_in", (None, 0))
-            if teller is self and number > before:
+            if self._is_told(problem, before):
                 raise  # by all ranks, from a call within
             error = last_word = problem
             if isinstance(problem, kinds):
@@ -542,7 +547,27 @@ class Communicator(PointToPoint):
         except Refusal as refusal:
             raise refusal from error
         except RankFailed as failed:
-            raise error or failed from None
+            raise self.told(error or failed) from None
+
+    @contextlib.contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Within it this rank works with others. If an error ended that, and this rank goes on, others may
+        be there still: all come together first, or the job ends. Collective after an error.
+        """
+        (kind, text), before = self._ended_by, self.num_met
+        if kind:
+            self._ended_by = "", ""
+            why = "rank {} goes on after an error that other ranks did not have, and that left them waiting: {}: {}"
+            with failure.failing(Refusal(why.format(self.rank, kind, text))):
+                kinds = self.all_gather_object(kind)
+            if len(set(kinds)) > 1:
+                raise Refusal(f"the ranks go on after different errors: {', '.join(kinds)}; let the program end")
+        try:
+            yield
+        except Exception as error:
+            if not self._is_told(error, before):
+                self._ended_by = type(error).__name__, str(error)
+            raise
 
     def from_first(self, make: Callable[[], T], kinds: tuple[type[Exception], ...] = (ValueError, OSError)) -> T:
         """On all ranks what rank 0 makes; if that fails, all ranks raise as in `together`. Collective."""

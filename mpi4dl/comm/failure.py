@@ -178,7 +178,7 @@ def _on_stop(number: int, frame: object) -> None:
         time.sleep(MEETING_SECONDS)  # for rank 0, which says it if it had the signal too
     name = signal.Signals(number).name
     say(f"mpi4dl: ended by {name}; what was written until then is whole")
-    exit_now(SIGNALLED + number)
+    end_job(SIGNALLED + number)  # not every launcher ends the others when one has left
 
 
 def run(main: Callable[[], None], patience: float = START_SECONDS) -> None:

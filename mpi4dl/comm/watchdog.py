@@ -292,8 +292,21 @@ def end_job(code: int) -> NoReturn:
     if meeting is not None and meeting.size > 1:
         meeting.abort(code)
     elif not mpi_has_started() and any(name.startswith("PMI") for name in os.environ):
-        os.kill(os.getpid(), signal.SIGKILL)  # launchers do not mind how else a process ends that never came to MPI
+        _abort_by_launcher(code)
     exit_now(code)
+
+
+def _abort_by_launcher(code: int) -> None:
+    """End all ranks before MPI has started, by the message of PMI-1 that `MPI_Abort` sends, or by a crash.
+
+    Launchers do not mind how else a process ends that never came to MPI, and Intel's not even a crash.
+    """
+    with contextlib.suppress(KeyError, ValueError, OSError):
+        descriptor = int(os.environ["PMI_FD"])
+        if stat.S_ISSOCK(os.fstat(descriptor).st_mode):  # and no file of a process that a rank has started
+            os.write(descriptor, f"cmd=abort exitcode={code or FAILURE}\n".encode())
+            time.sleep(SETTLING_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def leave(code: int) -> NoReturn:

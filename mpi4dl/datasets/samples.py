@@ -199,7 +199,7 @@ def read_samples(
     found_task, names, learnt, labels = _labels(found, may_be_labels, task, label_columns, classes)
     patients, remarks = found.patients(kind)
     parts, folds, annotations = found.parts(), found.folds(), found.values("annotation")
-    mpps = found.amounts("mpp", "a positive number of microns per pixel", lambda number: number > 0)
+    mpps = found.amounts("mpp", "microns per pixel, from 0.01 to 100", lambda number: 0.01 <= number <= 100)
     weights = found.amounts("weight", "a finite number, 0 or more", lambda number: number >= 0)
     bare = next((line for line, weight in zip(lines, weights, strict=True) if weight is None), None)
     if bare is not None and "weight" in taken:

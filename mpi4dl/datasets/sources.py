@@ -162,6 +162,10 @@ def folder_table(root: Path, kind: FileKind, classes: tuple[str, ...] | None = N
         table = pair_table(root, form, kind) if form else _class_table(root, kind, classes)
         patients, remarks = patients_of([row.name for row in table.rows], kind, "a table can name the patients")
         rows = tuple(row._replace(patient=patient) for row, patient in zip(table.rows, patients, strict=True))
+        inner = next((row.path.rpartition("/")[0] for row in rows if row.path.count("/") > 1), None)
+        if inner is not None and all(row.patient == row.name for row in rows):
+            told = f"{kind.nouns} of one subfolder, such as {inner}, may train and validate"
+            remarks += (f"{told}: if it is of one patient, name patients in a table",)
         return table._replace(rows=rows, remarks=(*table.remarks, *remarks))
     form = paired_form(root / found.training)
     tables: list[SampleTable] = []

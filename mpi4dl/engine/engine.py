@@ -262,7 +262,7 @@ class Engine(Runner):
             raise ValueError("a step was asked for while the weights are their average: leave `averaged()` before it")
         undo = Undo(self.stages, self.executor)
         try:
-            with self._going_on():
+            with self.comm.going_on():
                 return self._step(BatchFeed(self, Given(tiles, size, microbatches), targets, self.scaler.scale), tell)
         except Refusal:
             undo.undo()

@@ -17,7 +17,6 @@ from torch.utils import _pytree as pytree
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.comm.exchange import functions_behind
-from mpi4dl.comm.failure import failing
 from mpi4dl.comm.streams import carried
 from mpi4dl.engine.precision import AUTOCAST
 from mpi4dl.geometry import BATCH, Interval, Split, Tiling, even_cuts
@@ -471,7 +470,6 @@ class Runner:
             if precision not in AUTOCAST:
                 raise ValueError(f"precision is {precision!r}, but must be one of {', '.join(AUTOCAST)}")
         self._dtype = AUTOCAST[precision]
-        self._ended_by = "", ""  # the kind of an error, and what it says
         comm.agree(None, plan=plan)  # by which ranks form groups
         self.stages = stages = model if isinstance(model, LocalStages) else LocalStages.whole(model, plan, comm)
         self.device = stages.device
@@ -530,25 +528,6 @@ class Runner:
         with self.comm.together((Refusal,)) if self.plan.local_batches else nullcontext():
             self.executor.run(table, batch, problem)
 
-    @contextmanager
-    def _going_on(self) -> Iterator[None]:
-        """Within it this rank works with others. If an error ended that, and this rank goes on, others may
-        be there still: all come together first, or the job ends. Collective after an error.
-        """
-        kind, text = self._ended_by
-        if kind:
-            self._ended_by = "", ""
-            why = "rank {} goes on after an error that other ranks did not have, and that left them waiting: {}: {}"
-            with failing(Refusal(why.format(self.comm.rank, kind, text))):
-                kinds = self.comm.all_gather_object(kind)
-            if len(set(kinds)) > 1:
-                raise Refusal(f"the ranks go on after different errors: {', '.join(kinds)}; let the program end")
-        try:
-            yield
-        except Exception as error:
-            self._ended_by = type(error).__name__, str(error)
-            raise
-
     def evaluate(
         self,
         batches: Iterable[tuple[Any, ...]],
@@ -568,7 +547,7 @@ class Runner:
         summed = self.loss if isinstance(self.loss, SummedLoss) else None
         found = Found(Measures(metrics or {}, measured), summed is not None and summed.whole_batch)
         executor.drawn = 0
-        with evaluating(self.stages), self._going_on():
+        with evaluating(self.stages), comm.going_on():
             for tiles, targets, *rest in batches:
                 batch = EvaluationFeed(self, Given.of(tiles, size, rest), targets, found)
                 with executor.watching_draws():
@@ -608,7 +587,7 @@ class Runner:
             tiles, count, *rest = (given, len(given)) if isinstance(given, Tensor) else given
             batch = OutputFeed(self, Given.of(tiles, size, rest), count, of, first)
             executor.drawn = 0
-            with evaluating(self.stages), self._going_on(), executor.watching_draws():
+            with evaluating(self.stages), comm.going_on(), executor.watching_draws():
                 self._run(self._evaluation_table(batch.num_microbatches), batch)
             numbers = Interval(first, first + batch.num_samples)
             first, drawn = numbers.stop, executor.drawn

@@ -221,7 +221,7 @@ class _Loop:
         return type(None), ()
 
     def call(self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        grid, records = self.tiles.grid, torch.is_grad_enabled()
+        grid = self.tiles.grid
         if grid.size == 1 or self._is_running or ForwardPass.now() is not None:
             return forward(*args, **kwargs)
         if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
@@ -231,6 +231,11 @@ class _Loop:
             )
         if torch.jit.is_tracing() or torch.compiler.is_exporting() or any(map(torch._C._get_dispatch_mode, TRACING)):
             raise Refusal(TRACED)
+        with grid.comm.going_on():
+            return self._call(model, forward, args, kwargs)
+
+    def _call(self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        grid, records = self.tiles.grid, torch.is_grad_enabled()
         mode = model.training, records
         number = self._num_calls[mode] = self._num_calls.get(mode, 0) + 1
         checks = number <= FIRST or number % EVERY == 0

@@ -13,22 +13,33 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from mpi4dl._files import make_folder, naming, write_durably
+from mpi4dl._files import Replacement, make_folder, naming, write_durably
 from mpi4dl.results.formats import TEXTS, Record, read_object, read_table, reading, write_object
 from mpi4dl.results.names import BESIDE, EVALUATION
 
 
 def file_of_evaluation(folder: Path, out: Path | None, now: datetime) -> Path:
-    """The first file of a new evaluation: in the folder that was asked for, or with the date in that of the run."""
+    """The first file of a new evaluation: in the folder that was asked for, or with the date in that of the run, by a
+    name that no other job takes.
+    """
     if out is not None:
         return out / f"{EVALUATION}.json"
     dated = f"{EVALUATION}-{now:%Y%m%d-%H%M%S}"
     stems = itertools.chain([dated], (f"{dated}-{number}" for number in itertools.count(2)))
-    return next(
-        path
-        for path in (folder / f"{stem}.json" for stem in stems)
-        if not path.exists() and not path.with_suffix(".csv").exists()
-    )
+    return next(path for path in (folder / f"{stem}.json" for stem in stems) if _claimed(path))
+
+
+def _claimed(path: Path) -> bool:
+    """Whether nobody else has written, or is about to write, an evaluation of this name. Raises OSError."""
+    new = Replacement(path)
+    try:
+        new.temporary.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    if path.exists() or path.with_suffix(".csv").exists():
+        new.drop()
+        return False
+    return True
 
 
 def require_writable(folder: Path) -> None:
@@ -50,13 +61,16 @@ def write_evaluation(path: Path, told: Mapping[str, Any] | None, files: Mapping[
     Raises OSError.
     """
     make_folder(path.parent)
-    for name in (f"{EVALUATION}.json", f"{EVALUATION}.csv", *BESIDE):
-        if name not in files:
-            beside(path, name).unlink(missing_ok=True)
-    for name, content in files.items():
-        write_durably(beside(path, name), content)
-    if told is not None:
-        write_object(path, told)
+    try:
+        for name in (f"{EVALUATION}.json", f"{EVALUATION}.csv", *BESIDE):
+            if name not in files:
+                beside(path, name).unlink(missing_ok=True)
+        for name, content in files.items():
+            write_durably(beside(path, name), content)
+        if told is not None:
+            write_object(path, told)
+    finally:
+        Replacement(path).drop()
 
 
 class SavedEvaluation:

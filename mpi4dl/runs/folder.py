@@ -142,10 +142,19 @@ class RunFolder:
         path = self.path / METRICS
         return path.stat().st_size if path.exists() else 0
 
-    def cut_metrics(self, num_bytes: int) -> None:
-        """Forget what was reported of steps that will be made again."""
-        if self.metrics_bytes > num_bytes:
-            os.truncate(self.path / METRICS, num_bytes)
+    def cut_metrics(self, num_bytes: int) -> Iterator[str]:
+        """Forget what was reported of steps that will be made again, after the first `num_bytes`. Yields a remark if
+        less was there, or they end within a line.
+        """
+        path, found = self.path / METRICS, b""
+        if self.metrics_bytes:
+            with path.open("rb") as file:
+                found = file.read(num_bytes)
+        whole = found.rfind(b"\n") + 1
+        if self.metrics_bytes > whole:
+            os.truncate(path, whole)
+        if whole < num_bytes:
+            yield f"{path} lacks reports that it had at this step: {num_bytes - whole:,} of {num_bytes:,} bytes"
 
     def log_path(self, rank: int) -> Path:
         return self.path / f"log-rank{rank}.txt"

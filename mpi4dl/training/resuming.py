@@ -17,6 +17,7 @@ from mpi4dl.checkpoints.checkpoints import refusing
 from mpi4dl.checkpoints.json_values import Unreadable, unlike
 from mpi4dl.checkpoints.manifest import MODEL, STATE, candidates_at
 from mpi4dl.checkpoints.saved import Saved, newest_whole
+from mpi4dl.checkpoints.storage import Reader
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Evaluation
 from mpi4dl.options.config import default_options
@@ -202,10 +203,28 @@ class Best:
         shown, after = nan if self.value is None else self.value, counted(self.since, "validation")
         return f"val_{self.monitor} was best, {shown:.6g}, at step {self.step}; {after} since then no better"
 
-    def go_on(self, before: "Best | None") -> None:
-        """Take up from a checkpoint, if that monitored the same, in the same direction."""
-        if before is not None and before.monitor == self.monitor and before.higher_is_better == self.higher_is_better:
-            self.value, self.step, self.since = before.value, before.step, before.since
+    def go_on(self, before: "Best | None", lost: str | None = None) -> list[str]:
+        """Take up from a checkpoint, if that monitored the same, in the same direction; returns a remark if the value
+        was forgotten, as its weights are `lost`.
+        """
+        if before is None or (before.monitor, before.higher_is_better) != (self.monitor, self.higher_is_better):
+            return []
+        self.value, self.step, self.since = before.value, before.step, before.since
+        if self.value is None or lost is None:
+            return []
+        self.value = None
+        return [f"the best weights, of step {self.step}, are not in this run, so the next ones count as best: {lost}"]
+
+
+def unreadable(weights: Path) -> str | None:
+    """What is wrong with a file of weights, as far as its header and its length tell."""
+    try:
+        Reader(weights).close()
+    except FileNotFoundError:
+        return f"{weights} is not there"
+    except (OSError, Damaged, Unreadable) as problem:
+        return f"{weights} cannot be read: {problem}"
+    return None
 
 
 class Progress(NamedTuple):

@@ -143,7 +143,7 @@ class TrainingRun:
         lines = setup.first_lines()
         if comm.rank == 0:
             if origin.in_place:
-                self.folder.cut_metrics(metrics_bytes)
+                remarks = [*remarks, *self.folder.cut_metrics(metrics_bytes)]
             how = (self.num_steps, engine.num_steps, run.tensorboard, self.images.classes)
             self.reporter = closing.enter_context(Reporter(self.folder, *how, noun=self.source.sample_noun))
             self.painter = Painter(self.reporter, self.folder, options, engine, lines[0], self.num_steps)
@@ -188,7 +188,9 @@ class TrainingRun:
                 callback.load_state_dict(there.callbacks[name])
         self.evaluation = there.evaluation
         if self.best is not None:
-            self.best.go_on(there.best)
+            more += self.best.go_on(
+                there.best, self.comm.from_first(lambda: resuming.unreadable(self.folder.path / BEST))
+            )
         if self.schedule.scheduler is not None:
             self.schedule.scheduler.load_state_dict(there.scheduler)
         remarks += [f"resumes from {source}: step {self.engine.num_steps}, epoch {self.epoch + 1}", *more]

@@ -73,6 +73,13 @@ def test_tables_of_other_names_are_named(tmp_path):
     assert f"tables of {tmp_path} are not read: Labels.csv; `images` {tmp_path}/NAME.csv would read one" in told
 
 
+def test_subfolders_that_may_be_patients_are_named(tmp_path):
+    for name in ("a/p1/1.png", "b/p2/1.png"):
+        put(tmp_path / name)
+    (told,) = listed(tmp_path).remarks
+    assert told.startswith("images of one subfolder, such as a/p1, may train and validate: if it is of one patient")
+
+
 def test_sizes_and_formats_may_be_mixed(tmp_path):
     for name, value, size in (("0.png", 0, (2, 2)), ("a/1.png", 10, (4, 5)), ("b/2.png", 20, (7, 3))):
         put(tmp_path / name, value, size)

@@ -342,6 +342,8 @@ WRONG_SLIDES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("slide,fold,label\ns1,0,x\ns2,-1,y\n", {}, ["line 3", "'fold' is '-1'"]),
     ("slide,fold,label\ns1,1.0,x\ns2,1.5,y\n", {}, ["line 3", "'fold' is '1.5'"]),
     ("slide,mpp,label\ns1,0.5,x\ns2,0,y\n", {}, ["line 3", "'mpp' is '0'"]),
+    ("slide,mpp,label\ns1,0.5,x\ns2,0.00025,y\n", {}, ["line 3", "'mpp' is '0.00025'", "from 0.01 to 100"]),
+    ("slide,mpp,label\ns1,250,x\ns2,250,y\n", {}, ["line 2", "'mpp' is '250'"]),
     ("slide,w,label\ns1,1,x\ns2,-1,y\n", WEIGHED, ["line 3", "'w' is '-1'", "0 or more"]),
     ("slide,w,label\ns1,inf,x\ns2,1,y\n", WEIGHED, ["line 2", "'w' is 'inf'", "finite"]),
     ("slide,w,label\ns1,1,x\ns2,nan,y\n", WEIGHED, ["line 3", "'w' is empty"]),

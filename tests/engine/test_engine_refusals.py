@@ -225,6 +225,7 @@ def test_a_loop_goes_on_after_an_error_that_all_ranks_had(comm: Communicator, pl
 AFTER_AN_ERROR = """
 import torch
 from torch import nn
+import mpi4dl
 from mpi4dl.comm import watchdog, world
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.plan import Plan
@@ -233,24 +234,31 @@ watchdog.STUCK_SECONDS, watchdog.LOOK_SECONDS, comm, errors = 0.5, 0.2, world(),
 
 class Model(nn.Sequential):
     def forward(self, x):
-        if comm.rank and engine.num_steps == 2 and errors:
+        if comm.rank and number == 2 and errors:
             raise errors.pop()
         return super().forward(x)
 
 model = Model(nn.Conv2d(3, 2, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-engine = Engine(model, Plan(((1, 2),)), optimizer, nn.functional.cross_entropy, comm=comm)
+step = {step}
 for number in range(9):
     try:
-        engine.step(torch.randn(2, 3, 8, 4), torch.tensor([0, 1]), (8, 8))
+        step()
     except MemoryError:
         pass
 """
+STEPS = {
+    "an engine": (
+        "lambda engine=Engine(model, Plan(((1, 2),)), torch.optim.SGD(model.parameters(), lr=0.1), "
+        "nn.functional.cross_entropy, comm=comm): engine.step(torch.randn(2, 3, 8, 4), torch.tensor([0, 1]), (8, 8))"
+    ),
+    "a loop of one's own": "lambda whole=mpi4dl.parallelize(model): whole(torch.ones(2, 3, 8, 8)).sum().backward()",
+}
 
 
-def test_a_loop_that_goes_on_after_an_error_of_one_rank_ends() -> None:
+@pytest.mark.parametrize("how", STEPS)
+def test_a_loop_that_goes_on_after_an_error_of_one_rank_ends(how: str) -> None:
     """The others are still in that step: their messages must not meet those of the next one."""
-    job = mpirun(2, "-c", AFTER_AN_ERROR)
+    job = mpirun(2, "-c", AFTER_AN_ERROR.format(step=STEPS[how]))
     assert job.code == 2
     assert "rank 1 goes on after an error that other ranks did not have" in job.stderr
     assert "MemoryError: the third step" in job.stderr

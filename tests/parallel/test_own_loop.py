@@ -279,6 +279,12 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
         for number in range(5):
             F.cross_entropy(model(images), (labels + (number == 4 and comm.rank)) % 3).backward()
 
+    @refused_with("Refusal: the ranks computed other losses of the same outputs")
+    def no_number_on_one_rank(wrap: Wrap) -> None:
+        model = wrap(made())
+        for number in range(5):
+            (model(images).sum() * (math.nan if comm.rank and number == 4 else 1)).backward()
+
     @refused_with(PLACES)
     def passes_in_another_order(wrap: Wrap) -> None:
         model = wrap(made())
@@ -508,7 +514,7 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
         cut = tiles.cut(images.clone().requires_grad_())
         (cut * cut).mean().backward()
 
-    assert len(found) == 38
+    assert len(found) == 39
     assert {name: message for name, (words, message) in found.items() if not message.startswith(words)} == {}
 
 

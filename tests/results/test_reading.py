@@ -82,7 +82,11 @@ def test_an_evaluation_leaves_none_of_another(tmp_path: Path) -> None:
     now, told = datetime(2026, 1, 31), {"task": "classify", "what": "image", "metrics": {}}
     first = file_of_evaluation(tmp_path, None, now)
     write_evaluation(first, told, {"evaluation.csv": b"image\n", "curves.csv": b"", "patients.csv": b""})
-    assert file_of_evaluation(tmp_path, None, now) == tmp_path / "evaluation-20260131-000000-2.json"
+    second = file_of_evaluation(tmp_path, None, now)
+    assert second == tmp_path / "evaluation-20260131-000000-2.json"
+    assert file_of_evaluation(tmp_path, None, now) != second  # which nobody has written yet
+    for path in tmp_path.glob(".*.new"):
+        path.unlink()
     write_evaluation(first, told, {"evaluation.csv": b"image\na\n"})
     assert sorted(path.name for path in tmp_path.iterdir()) == [first.with_suffix(".csv").name, first.name]
     assert SavedEvaluation(first).records == [{"image": "a"}]

@@ -160,18 +160,23 @@ def test_embedding_goes_on_where_it_ended_with_the_slides_that_there_are(
         assert f"{out} has results with {told}" in ranks(1).run(refused, embed, embedding(slides, out, more))[0]
 
 
-def refused_at_once(comm: Communicator, argv: list[str]) -> str:
-    """What embedding says without waiting for a lock."""
+def refused_at_once(comm: Communicator, act: Callable[..., None], argv: list[str]) -> str:
+    """What a command says without waiting for a lock."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mpi4dl._files.LOCK_SECONDS", 0.0)
-        return refused(comm, embed, argv)
+        return refused(comm, act, argv)
 
 
-def test_two_jobs_do_not_embed_into_one_folder(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    held = lock(tmp_path / "out")
+@pytest.mark.parametrize("act", [embed, evaluate])
+def test_two_jobs_do_not_write_into_one_folder(
+    ranks: Ranks, cohort: Path, tmp_path: Path, act: Callable[..., None]
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    held = lock(out)
     assert held is not None
-    for found in ranks(2).run(refused_at_once, embedding(cohort, tmp_path / "out")):
+    argv = embedding(cohort, out) if act is embed else [str(tmp_path), "--out", str(out)]
+    for found in ranks(2).run(refused_at_once, act, argv):
         assert "another job" in found
     os.close(held)
 

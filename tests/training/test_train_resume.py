@@ -14,6 +14,7 @@ from signal import SIGTERM, SIGUSR1, Signals
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from torch import nn
 
 from mpi4dl.checkpoints.manifest import checkpoints_in
@@ -411,6 +412,32 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(ranks: Ranks, uninterrupt
     assert re.search(rf"skipped {newest}: {WEIGHTS}: bytes \d+ to \d+ are not those that were written\n", log)
     assert f"resumes from {before}: step 10, epoch 3\n" in log
     assert checkpoints_in(copied / "checkpoints") == [newest, before]
+
+
+LOST = {
+    "best.safetensors": r"the best weights, of step 5, are not in this run, so the next ones count as best: ",
+    "metrics.jsonl": r"lacks reports that it had at this step: [\d,]+ of [\d,]+ bytes",
+}
+
+
+@pytest.mark.parametrize(("name", "left"), [(name, left) for name in LOST for left in (None, 0, 100)])
+@pytest.mark.sample(3)
+def test_a_run_that_lost_a_file_says_so_and_ends_with_a_whole_one(
+    ranks: Ranks, tmp_path: Path, name: str, left: int | None
+) -> None:
+    run = tmp_path / "run"
+    flags = flags_of(run, "--monitor", "val_loss", "--resume", "auto")
+    ranks(2).run(train, [*flags, "--max-steps", "10"])
+    content = (run / name).read_bytes()
+    (run / name).unlink()
+    if left is not None:
+        (run / name).write_bytes(content[:left])
+    ranks(2).run(train, flags)
+    assert len(re.findall(LOST[name], (run / "log-rank0.txt").read_text())) == 1
+    assert load_file(run / "best.safetensors")
+    steps = [m["step"] for m in read_metrics(run) if m["phase"] == "validation"]
+    assert steps[-2:] == [10, NUM_STEPS]
+    assert len(set(steps)) == len(steps)
 
 
 def test_a_run_that_is_complete_is_left_so_and_may_be_made_longer(

@@ -1,5 +1,6 @@
 """What ranks compare in a training loop of the user's own, so that none goes on alone or with other numbers."""
 
+import math
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def compared(comm: Communicator, facts: dict[str, Any]) -> list[dict[str, Any]]:
     for name, words in UNLIKE.items():
         for rank, theirs in enumerate(found):
             if theirs.get(name) != facts.get(name):
-                raise Refusal(words.format(f"{min(rank, comm.rank)} and {max(rank, comm.rank)}"))
+                raise comm.told(Refusal(words.format(f"{min(rank, comm.rank)} and {max(rank, comm.rank)}")))
     return found
 
 
@@ -44,7 +45,8 @@ def compare_gradients(comm: Communicator, gradient: Tensor, place: Any) -> None:
     places = torch.arange(len(numbers), device=numbers.device) % 251 + 1
     facts = {"places": place, "sums": (float(numbers.abs().sum()), float((numbers * places).sum()))}
     sizes, sums = zip(*(theirs["sums"] for theirs in compared(comm, facts)), strict=True)
-    if max(sums) - min(sums) > 251 * max(sizes) * max(1e-9, 10 * torch.finfo(gradient.dtype).eps):
+    limit = 251 * max(sizes) * max(1e-9, 10 * torch.finfo(gradient.dtype).eps)
+    if len({math.isfinite(each) for each in sums}) > 1 or max(sums) - min(sums) > limit:
         raise Refusal(
             "the ranks computed other losses of the same outputs of the model: seed them alike before heads beside the "
             "model and losses are made (torch.manual_seed), use the same targets, and take gradients in the same order"
