@@ -14,7 +14,8 @@ from mpi4dl._progress import ProgressLine
 from mpi4dl.estimate.plan_options import Measuring, OnMachine, Searched, Shown
 from mpi4dl.options.command import CommandLine, LocalCommand
 from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.options.declare import saying, without_flags
+from mpi4dl.options.declare import require_effect, saying, with_values, without_flags
+from mpi4dl.options.sections.parallel import Parallel
 
 USAGE = "[--timeline FILE] [--config FILE] [--FLAG VALUE ...]"
 DESCRIPTION = "Show what a plan needs, search for the fastest, and --measure some. Only --measure needs MPI."
@@ -56,6 +57,7 @@ def show(asked_for: CommandLine[PlanConfig]) -> None:
 
     if config.parallel.plan is not None and not searches:
         raise ConfigError("`plan` auto is for a training: here --ranks N shows the fastest plans")
+    require_effect(with_values(config, {"stream_norm": Parallel.stream_norm}) if searches else config)  # it may stream
     measures, found = config.measuring.measure is not None, None
     with ProgressLine() as progress, _as_a_message():
         progress("reading the data")

@@ -2,7 +2,8 @@
 
 config.json                     the form and its sizes
 model.safetensors               the weights, or model.safetensors.index.json and the files that it names
-generation_config.json          the token that ends a text, if config.json does not have it
+generation_config.json          the tokens that end a text, if config.json does not have them
+chat_template.jinja             the form of chats, or tokenizer_config.json has it
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -15,6 +16,7 @@ from mpi4dl._files import read_regular
 from mpi4dl.checkpoints.json_values import parse
 
 CONFIG, GENERATION, INDEX = "config.json", "generation_config.json", "model.safetensors.index.json"
+CHATS, OF_TOKENIZER = "chat_template.jinja", "tokenizer_config.json"
 WHOLE = "model.safetensors"
 THIRDS = ("query", "key", "value")  # of GPT-2's c_attn
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # of older files
@@ -96,7 +98,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class Checkpoint:
-    """A folder that transformers wrote: `options` of our GPT, and `end`, the token that ends a text (-1: none).
+    """A folder that transformers wrote: `options` of our GPT, and `ends`, the tokens that end a text.
+
+    `has_chats`: whether it was trained on chats in a form of its own.
 
     Raises:
         ValueError: in one sentence: it is of another form, or our GPT has no such option.
@@ -132,15 +136,20 @@ class Checkpoint:
             if not isinstance(theta, int | float) or theta <= 0:
                 raise ValueError(f"{path}: rope_theta {theta!r} is not supported: it must be a positive number")
             self.options["rotary_base"] = float(theta)
-        self.end = self._end(config)
+        self.ends = self._ends(config)
+        tokenizer = folder / OF_TOKENIZER
+        described = _read(tokenizer) if tokenizer.is_file() else {}
+        self.has_chats = (folder / CHATS).exists() or bool(described.get("chat_template"))
 
-    def _end(self, config: dict[str, Any]) -> int:
+    def _ends(self, config: dict[str, Any]) -> tuple[int, ...]:
         path = self.folder / GENERATION
         ends = (_read(path) if path.is_file() else {}).get("eos_token_id", config.get("eos_token_id"))
-        found = ends if isinstance(ends, list) else [-1 if ends is None else ends]
-        if len(found) != 1 or not isinstance(found[0], int):
-            raise ValueError(f"{self.folder}: eos_token_id {ends} is not supported: one token ends a text")
-        return found[0]
+        found = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        if not all(type(each) is int and each >= 0 for each in found):
+            raise ValueError(
+                f"{self.folder}: eos_token_id {ends!r} is not supported: it must be a token, or a list of them"
+            )
+        return tuple(found)
 
     @property
     def files(self) -> list[Path]:

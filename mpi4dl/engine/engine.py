@@ -160,7 +160,7 @@ class Engine(Runner):
         **options: Any,
     ) -> None:
         with comm.together((ValueError,)):
-            _require_one_batch(loss, plan)
+            require_one_batch(loss, plan)
             chosen = EngineOptions(**options)
         self._place(model, plan, loss, comm, chosen.precision)
         bucket_bytes = bucket_bytes_on(self.device.type) if chosen.bucket_bytes is None else chosen.bucket_bytes
@@ -471,9 +471,14 @@ class Engine(Runner):
         }
 
 
-def _require_one_batch(loss: Loss, plan: Plan) -> None:
+def is_of_whole_batch(loss: Loss) -> bool:
+    """Whether a loss compares all samples of a batch, which nothing may cut then."""
+    return isinstance(loss, SummedLoss) and loss.whole_batch
+
+
+def require_one_batch(loss: Loss, plan: Plan) -> None:
     """Refuse a loss that compares all samples of a batch where the plan cuts it."""
-    if isinstance(loss, SummedLoss) and loss.whole_batch and plan.num_microbatches_of_all > 1:
+    if is_of_whole_batch(loss) and plan.num_microbatches_of_all > 1:
         raise Refusal(
             f"the loss compares all samples of a batch with each other, but {plan.describe()} cuts it into "
             f"{plan.num_microbatches_of_all}: leave out `microbatches`, `accumulate`, `bidirectional` and, with "

@@ -239,6 +239,18 @@ def refuse_unlike(told: Sequence[float], size: float, words: Sequence[str]) -> N
             raise Refusal(why)
 
 
+def terms_of(loss: Loss, outputs: Any, targets: Any) -> Sequence[Tensor]:
+    """The terms of a loss: its sums, or the number that another one is. Raises ValueError for what is no number."""
+    if isinstance(loss, SummedLoss):
+        return loss.sums(outputs, targets)
+    found = loss(outputs, targets)
+    if not isinstance(found, Tensor):
+        raise ValueError(f"the loss must be a tensor of one number, but is a {type(found).__name__}")
+    if found.numel() != 1:
+        raise ValueError(f"the loss must be one number, but has shape {tuple(found.shape)}: take its mean")
+    return [found.reshape(())]
+
+
 class BatchFeed(InputFeed):
     """A batch with its targets: what this rank feeds in, and the loss that it finds at the end.
 
@@ -307,12 +319,10 @@ class BatchFeed(InputFeed):
                 )
 
     def _terms(self, outputs: Any, targets: Any, num_samples: int) -> Terms:
+        terms = terms_of(self.loss_of, outputs, targets)
         if self.summed is not None:
-            return Terms(self.summed.sums(outputs, targets), [1 / each if each else 0.0 for each in self.weights])
-        loss = self.loss_of(outputs, targets)
-        if loss.numel() != 1:
-            raise ValueError(f"the loss must be one number, but has shape {tuple(loss.shape)}: take its mean")
-        return Terms([loss.reshape(())], [num_samples / self.num_samples if len(self.microbatches) > 1 else 1.0])
+            return Terms(terms, [1 / each if each else 0.0 for each in self.weights])
+        return Terms(terms, [num_samples / self.num_samples if len(self.microbatches) > 1 else 1.0])
 
     def add(self, terms: Terms) -> None:
         for total, factor in zip(*terms, strict=True):

@@ -1,6 +1,6 @@
 """Fine-tuning: what of a model is frozen or stays in evaluation mode, and groups of parameters for an optimizer."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from torch import nn
@@ -31,6 +31,13 @@ def keep_in_evaluation(model: nn.Module, patterns: Patterns) -> list[str]:
     return names
 
 
+def names_and_trained(model: nn.Module) -> tuple[Names, Set[str]]:
+    """The names of each parameter of a plain model, or of what ranks hold of one; and the first ones of the trained."""
+    if isinstance(model, LocalStages):
+        return model.names_of, model.trained
+    return names_by_first(model), {name for name, p in model.named_parameters() if p.requires_grad}
+
+
 def parameter_groups(
     model: nn.Module,
     rates: Mapping[str, float] | None = None,
@@ -45,11 +52,8 @@ def parameter_groups(
 
     Raises ValueError if a pattern matches nothing, or nothing is trained.
     """
-    names: Names = model.names_of if isinstance(model, LocalStages) else names_by_first(model)
-    if isinstance(model, LocalStages):
-        trained, modules = model.trained, [*model.modules_of.values()]
-    else:
-        trained, modules = frozenset(name for name, p in model.named_parameters() if p.requires_grad), [model]
+    names, trained = names_and_trained(model)
+    modules = [*model.modules_of.values()] if isinstance(model, LocalStages) else [model]
     learning, keys = {*trained, *later}, {"lr": rates or {}, "weight_decay": decays or {}}
     for pattern in (pattern for values in keys.values() for pattern in values):
         select((pattern,), names)

@@ -59,7 +59,7 @@ def look_ahead(
         work.name,
         shown.estimator(of_tile, device, profiler),
         of_tile,
-        accept=work.require_form,
+        accept=work.require_loss,
         recompute=work.training.recompute,
         stream=stream if patches is None else None,
         **options,

@@ -99,6 +99,7 @@ class PlanEstimate(NamedTuple):
             "stream": None if stream is None else stream.counts,
             "stream_segments": None if stream is None else "norms" if stream.segments == EACH_NORM else stream.segments,
             "stream_until": None if stream is None else stream.until,
+            "stream_norm": Parallel.stream_norm if stream is None else parallel.stream_norm,
             "stream_keep": "disk" if stream is not None and stream.uses_files else parallel.stream_keep,
             "memory_limit": None,
             "plan": None,

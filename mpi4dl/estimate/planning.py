@@ -16,6 +16,8 @@ from mpi4dl._files import unwritable
 from mpi4dl._memory import keep_freed_memory
 from mpi4dl._wording import Tell, counted, quietly, to_install
 from mpi4dl.comm.node import asked_threads, cores
+from mpi4dl.engine.engine import is_of_whole_batch, require_one_batch
+from mpi4dl.engine.recompute import recompute_stages
 from mpi4dl.estimate.dry_run import look_ahead, require_rules, stream_of
 from mpi4dl.estimate.machine_file import load_machine
 from mpi4dl.estimate.plan_estimate import Estimator, PlanEstimate
@@ -64,7 +66,11 @@ def planned(work: Workload, profiler: Profiler, flags: Sequence[str], tell: Tell
             f"`patches` {work.patch}: --timings is for models of whole images: leave it out, to time layers "
             "here or count them by the rates of --machine"
         )
-    work.require_schedule(work.num_batches)
+    work.require_training(work.num_batches)
+    if work.task is not None:
+        require_one_batch(work.task.objective, plan)
+    if work.training.recompute and plan.num_stages == 1:
+        recompute_stages([work.model()], stages=False)
     tell("looking for operators without a rule", 0, 0)
     with without_rules(work.parallel):
         require_rules(work, plan)
@@ -112,7 +118,8 @@ class Candidates(NamedTuple):
         one = (1, *found.image[1:])
         alone = unfit(found.cuttable.model, one) is None
         plans = [each for each in plans if alone or each.microbatch(image) != one]
-        return [each for each in plans if not work.compares_samples or each.num_microbatches_of_all == 1]
+        whole = work.task is not None and is_of_whole_batch(work.task.objective)
+        return [each for each in plans if not whole or each.num_microbatches_of_all == 1]
 
 
 @contextmanager
@@ -126,12 +133,12 @@ def searching(work: Workload, asked: Searched, profiler: Profiler, tell: Tell) -
     limit, ranks_per_node = asked.memory, asked.ranks_per_node
     if machine is not None:
         limit, ranks_per_node = limit or machine.memory, ranks_per_node or machine.ranks_per_node
-    work.require_schedule(work.num_batches)
+    work.require_training(work.num_batches)
     tell("building the model", 0, 0)
     with as_a_rank(work.parallel, num_ranks) as device:
         found = work.estimator(None, device, profiler)
         with told_of(work.name, found.cuttable.model, found.image):
-            count_work(found.cuttable, [len(found.cuttable)], found.image, work.require_form)
+            count_work(found.cuttable, [len(found.cuttable)], found.image, work.require_loss)
         yield Candidates(work, found, num_ranks, ranks_per_node, float("inf") if limit is None else limit)
 
 

@@ -2,29 +2,37 @@
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from mpi4dl._wording import Tell, quietly
 from mpi4dl.datasets import DatasetError
 from mpi4dl.engine.precision import AUTOCAST
+from mpi4dl.engine.runner import terms_of
 from mpi4dl.estimate.memory import HEAP_KEPT, HEAP_RETURNED, OF_TENSORS
 from mpi4dl.estimate.plan_estimate import Estimator, units_of
 from mpi4dl.geometry import even_cuts
 from mpi4dl.models.patches import patches_in
 from mpi4dl.options.build import TrainingSpec
 from mpi4dl.options.declare import ConfigError, saying
+from mpi4dl.options.parts import blaming
 from mpi4dl.options.sections.parallel import Parallel
 from mpi4dl.options.sources import DataSource
 from mpi4dl.parallel.costs.cost_model import Profiler
+from mpi4dl.parallel.costs.meter import needs_values
 from mpi4dl.parallel.disk import Keep
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import segments_of
 from mpi4dl.parallel.streaming.memory_limit import StreamConstraints
+from mpi4dl.tasks.formulas import num_samples
+from mpi4dl.tasks.task import Task
 
 MOST_LOOKED_AT = 16
+MOST_TRIED = 1 << 24  # values of outputs that a loss is tried on
 
 
 @dataclass(frozen=True)
@@ -40,10 +48,40 @@ class SlidePatches:
 
 @dataclass
 class Workload(TrainingSpec):
-    """A training to estimate: `patches` are those with tissue of slides, `num_batches` the batches of an epoch."""
+    """A training to estimate: `patches` are those with tissue of slides, `num_batches` the batches of an epoch.
+
+    `targets` are those of a batch, for the loss of the `task`; where they are unknown, outputs of any form are taken.
+    """
 
     patches: SlidePatches | None = None
     num_batches: int = 0
+    task: Task | None = None
+    targets: Any = None
+
+    def require_loss(self, outputs: Any) -> None:
+        """Raise ConfigError if the loss cannot be computed of such outputs of the model and targets of these samples.
+
+        It is tried on zeros. Of many there are only shapes, and a loss that looks at values is taken to do.
+        """
+        shapes = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+        if self.task is None or self.targets is None or not (shapes and shapes[0].dim()):
+            return
+        size = min(len(shapes[0]), num_samples(self.targets))
+        device = "cpu" if sum(each.numel() for each in shapes) <= MOST_TRIED else "meta"
+
+        def like(leaf: torch.Tensor, values: bool) -> torch.Tensor:
+            found = leaf[:size] if leaf.dim() else leaf
+            return found.to(device) if values else torch.zeros_like(found, device=device, requires_grad=True)
+
+        loss, name = self.task.objective, self.training.loss or self.task.default_loss
+        made = pytree.tree_map_only(torch.Tensor, partial(like, values=False), outputs)
+        targets = pytree.tree_map_only(torch.Tensor, partial(like, values=True), self.targets)
+        with blaming("loss", name):
+            try:
+                terms_of(loss, made, targets)
+            except Exception as error:
+                if device == "cpu" or not needs_values(error):
+                    raise
 
     @property
     def patches_each(self) -> float:

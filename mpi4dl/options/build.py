@@ -14,12 +14,10 @@ from mpi4dl._wording import counted
 from mpi4dl.options.config import Config, ConfigError, Parallel, Training, parse
 from mpi4dl.options.declare import flags_for, saying, with_values, without_flags
 from mpi4dl.options.models import build_model
-from mpi4dl.options.optimizers import build_optimizer, build_schedule
+from mpi4dl.options.optimizers import build_optimizer, build_schedule, groups_of
 from mpi4dl.options.sources import source_of
-from mpi4dl.options.tasks import compares_samples
 from mpi4dl.parallel.inputs import batch_shape, of_tokens, space_of
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.tasks.task import TASKS, Task
 
 if TYPE_CHECKING:
     from mpi4dl.parallel.streaming.patches import PatchOptions
@@ -132,7 +130,6 @@ class TrainingSpec:
         name: that of the model.
         patch: the side of the patches in which the model sees images; None if it sees them whole.
         batch: the shape of the samples of a step, (N, C, H, W), or (N, T) of tokens, which have no channels.
-        require_form: of the task, whether it takes outputs of some form; of no task yet all are taken.
     """
 
     config: Config
@@ -150,17 +147,11 @@ class TrainingSpec:
         )
         self.batch_size, self.streams_images = data.batch_size, config.streams_images
         self.batch = batch_shape(config.samples_per_step, self.channels, data.image_size)
-        self.require_form: Callable[..., Any] = TASKS.get(data.task, Task).require_form
 
     @property
     def engine(self) -> dict[str, Any]:
         """How the engine trains. Raises ConfigError."""
         return engine_options(self.config)
-
-    @property
-    def compares_samples(self) -> bool:
-        """Whether the loss compares all samples of a batch, so that nothing may cut it."""
-        return compares_samples(self.config)
 
     @property
     def styles(self) -> dict[str, str] | None:
@@ -188,8 +179,6 @@ class TrainingSpec:
         """
         chosen, parallel = self.config.model, self.parallel
         if not chosen.sees_patches:
-            if chosen.min_tissue:
-                raise ConfigError(f"`min_tissue` {chosen.min_tissue} chooses patches, but `patches` is missing")
             return None
         if plan.num_stages > 1 or plan.bidirectional:
             raise ConfigError(
@@ -214,8 +203,11 @@ class TrainingSpec:
     def optimizer(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
         return build_optimizer(self.config, parameters)
 
-    def require_schedule(self, num_batches: int) -> None:
-        """Raise ConfigError for an optimizer or a schedule that cannot be, of epochs of so many batches."""
+    def require_training(self, num_batches: int) -> None:
+        """Raise ConfigError for frozen parameters, an optimizer or a schedule that cannot be, of epochs of so many
+        batches.
+        """
+        groups_of(self.config, self.model())
         optimizer = self.optimizer([nn.Parameter(torch.zeros(2, 2))])
         build_schedule(self.config, optimizer).begin(number_of_steps(self.training, num_batches))
 

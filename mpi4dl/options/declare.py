@@ -60,6 +60,7 @@ class Option:
     `brief`: its line in the overview of `--help`, for the options that most people use; empty: it is not there.
     `known_as`: what other tools call it, and what to do instead, with `{option}` and `{value}` in place of ours.
     `called`: the name that users see, if it is not that of the field, which still works.
+    `needs`: options without any of which it has no effect. `not_with`: options with any of which it has none.
     """
 
     name: str
@@ -73,6 +74,8 @@ class Option:
     known_as: Mapping[str, str] = field(default_factory=dict)
     changes_results: bool = True
     called: str = ""
+    needs: tuple[str, ...] = ()
+    not_with: tuple[str, ...] = ()
 
     @property
     def public(self) -> str:
@@ -481,6 +484,34 @@ def with_values(config: T, values: Mapping[str, Any]) -> T:
 
 def value_of(config: Any, name: str) -> Any:
     return options_of(type(config))[name].of(config)
+
+
+def without_effect(config: Any, changes_results: bool) -> Iterator[str]:
+    """What is wrong with each given option that has no effect beside the others, of those that change results or not.
+
+    An option is given if it has another value than its default. Names are in backquotes.
+    """
+    options, default = options_of(type(config)), type(config)()
+
+    def given(item: Option) -> bool:
+        return item.of(config) != item.of(default)
+
+    for item in options.values():
+        if item.changes_results != changes_results or not given(item):
+            continue
+        beside = [name for name in item.not_with if given(options[name])]
+        said = " ".join([f"`{item.name}`", *map(_short, item.words(item.of(config))[1:])])
+        if item.needs and not any(given(options[name]) for name in item.needs):
+            yield f"{said} has no effect without {' or '.join(f'`{name}`' for name in item.needs)}"
+        elif beside:
+            yield f"{said} has no effect beside `{beside[0]}`"
+
+
+def require_effect(config: Any) -> None:
+    """Raise ConfigError for a given option that would change results, but has no effect beside the others."""
+    problem = next(without_effect(config, changes_results=True), None)
+    if problem is not None:
+        raise ConfigError(f"{problem}: leave it out")
 
 
 def flags_for(config: Any, wanted: Mapping[str, Any]) -> list[str]:

@@ -8,17 +8,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mpi4dl._patterns import select
 from mpi4dl._wording import counted
 from mpi4dl.comm import NOT_TAKEN, Refusal
-from mpi4dl.engine.tuning import parameter_groups
+from mpi4dl.engine.tuning import names_and_trained, parameter_groups
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.declare import nearest, saying
 from mpi4dl.options.kinds import part_name
 from mpi4dl.options.parts import call, is_own, load
-from mpi4dl.parallel.pipeline.local_stages import LocalStages
 
 PER_STEP = ("OneCycleLR", "CyclicLR")
 SGD_RATE = 0.01
@@ -43,22 +42,25 @@ def by_torch_name(kind: str, home: Any, base: type, name: str, *args: Any, **opt
         return kind_of(*args, **options)
 
 
-def groups_of(config: Config, stages: LocalStages) -> Iterable[Any]:
-    """The parameters that are trained, now or later: in groups, if some have options of their own."""
-    chosen = config.tuning
+def groups_of(config: Config, model: nn.Module) -> Iterable[Any]:
+    """The parameters that are trained, now or later: in groups, if some have options of their own.
+
+    `model` is a plain one, or what ranks hold of one. Raises ConfigError.
+    """
+    chosen, (known, trained) = config.tuning, names_and_trained(model)
     later: list[str] = []
     for epoch, pattern in chosen.unfreeze:
         with saying(f"`unfreeze` {epoch}:{pattern}"):
-            names = select(pattern, stages.names_of)
-        if stages.trained.issuperset(names):
+            names = select(pattern, known)
+        if trained >= {*names}:
             raise ConfigError(f"`unfreeze` {epoch}:{pattern}: {names[0]} is not frozen; add it to `freeze`")
         later += names
     for option, numbers in (("lr_of", chosen.lr_of), ("weight_decay_of", chosen.weight_decay_of)):
         for pattern in numbers:
             with saying(f"`{option}` {pattern}"):
-                select((pattern,), stages.names_of)
+                select((pattern,), known)
     with saying(f"`freeze` {','.join(chosen.freeze)}"):
-        groups = parameter_groups(stages, chosen.lr_of, chosen.weight_decay_of, later)
+        groups = parameter_groups(model, chosen.lr_of, chosen.weight_decay_of, later)
     alike = len(groups) == 1 and groups[0].keys() == {"params"}
     return (alike and groups[0]["params"]) or groups
 
@@ -96,7 +98,7 @@ def build_optimizer(config: Config, parameters: Iterable[Any]) -> torch.optim.Op
             f"`weight_decay_of`: {type(optimizer).__name__} has no weight decay; choose another `optimizer`"
         )
     with saying(f"`optimizer` {part_name(chosen.optimizer)} cannot make a step here", *NOT_TAKEN):
-        _trial(optimizer, lambda p: p.new_zeros((1,) * p.dim()), [group["params"] for group in optimizer.param_groups])
+        _trial(optimizer, lambda p: _zeros(p, (1,) * p.dim()), [group["params"] for group in optimizer.param_groups])
     return optimizer
 
 
@@ -129,8 +131,13 @@ def _state_sizes(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Ten
     try:
         states = _trial(optimizer, lambda p: torch.empty_like(p, device="meta"), groups)
     except (RuntimeError, NotImplementedError):  # its step looks at values, or has no kernel without them
-        states = _trial(optimizer, torch.zeros_like, groups)
+        states = _trial(optimizer, lambda p: _zeros(p, p.shape), groups)
     return [[sum(x.nbytes for x in state.values() if isinstance(x, Tensor)) for state in each] for each in states]
+
+
+def _zeros(p: Tensor, shape: Sequence[int]) -> Tensor:
+    """Zeros for a step of an optimizer that may look at values, which parameters on shapes have not."""
+    return p.new_zeros(shape, device="cpu" if p.is_meta else p.device)
 
 
 def _trial(
@@ -226,8 +233,6 @@ def by_steps(optimizer: torch.optim.Optimizer, form: str, warmup: int | float, n
 
 def build_schedule(config: Config, optimizer: torch.optim.Optimizer) -> Schedule:
     chosen = config.optimizer
-    if chosen.scheduler_options and not chosen.scheduler:
-        raise ConfigError(f"`scheduler_options` {dict(chosen.scheduler_options)} are for no `scheduler`: name one")
     if chosen.lr_schedule != "constant" or chosen.warmup:
         if chosen.scheduler:
             raise ConfigError(f"`lr_schedule` and `warmup` are a schedule, and so is `scheduler` {chosen.scheduler}")

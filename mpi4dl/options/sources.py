@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -87,11 +87,6 @@ class DataSource:
     noun, inputs = "image", "images"
     other_model = "which `images` have not: give `text`, or choose a model of images"  # where a model has other inputs
     of_text = of_slides = is_own = reads_features = False
-    slide_options: ClassVar[tuple[str, ...]] = (  # which do not apply
-        *("slides_folder", "mpp", "magnification", "level", "assume_mpp", "background", "tissue", "leave_out"),
-        *("stain_norm", "stain_reference", "most_patches", "unannotated", "annotation_origin"),
-        *("crops_each", "crops_on_classes"),
-    )
 
     def __init__(self, config: Config) -> None:
         self._config, self.data, self.slides = config, config.data, config.slides
@@ -129,11 +124,6 @@ class DataSource:
         both = [name for name, value in {**names, "images": images}.items() if value is not None]
         if len(both) > 1:
             raise ConfigError(f"`{both[0]}` and `{both[1]}` were both given: choose one")
-        for name in self.slide_options:
-            value = getattr(self.slides, name)
-            if value != getattr(Slides, name):
-                shown = ",".join(value) if isinstance(value, tuple) else value
-                raise ConfigError(f"`{name}` {shown} is for slides: name them by `slides`")
         for name in () if self.has_files else FILE_OPTIONS:
             value = getattr(self.slides, name)
             if value is not None:
@@ -513,7 +503,6 @@ class SlideSource(DataSource):
 
     noun = "slide"
     of_slides = has_files = True
-    slide_options = ()
 
     @property
     def described(self) -> str:
@@ -605,8 +594,6 @@ class SlideSource(DataSource):
 
         method, reference = self.slides.stain_norm, self.slides.stain_reference
         if method == "none":
-            if reference is not None:
-                raise ConfigError(f"`stain_reference` {reference}: name the `stain_norm` that it is for")
             return None
         usual = METHODS[method][1]
         numbers = usual if reference is None else _numbers_in(reference)

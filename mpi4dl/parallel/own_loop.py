@@ -351,8 +351,8 @@ class _Loop:
         for node in functions_behind(found, lambda node: isinstance(getattr(node, "running", None), ForwardPass)):
             if getattr(node, "_forward_cls", None) is CheckpointFunction:
                 raise Refusal("torch.utils.checkpoint with use_reentrant=True is not exact on tiles: pass False")
-            if hasattr(node, "variable"):
-                x = node.variable
+            x = getattr(node, "variable", None)
+            if x is not None and not hasattr(x, "is_of_one_rank"):  # a tile, made in the model
                 name = next((name for name, p in model.named_parameters() if p is x), f"a tensor {tuple(x.shape)}")
                 raise Refusal(
                     f"{name} has a gradient and comes into the model by another way than an argument or a parameter of "
@@ -457,7 +457,8 @@ class _Border(TorchFunctionMode):
 
     def _note(self, result: Any) -> None:
         if isinstance(result, Tensor):
-            if type(result) in (Tensor, UsedParameter) and result.requires_grad:
+            is_leaf = type(result) is Tensor and result.grad_fn is None  # which enters as those from outside do
+            if type(result) in (Tensor, UsedParameter) and result.requires_grad and not is_leaf:
                 self._known.add(id(result))
                 self._made.append(weakref.ref(result))
         elif isinstance(result, tuple | list):

@@ -100,10 +100,6 @@ class Task:
         """Whether outputs are of pixels, of which each may be of several classes."""
         return False
 
-    @classmethod
-    def require_form(cls, outputs: Any) -> None:
-        """Raise Refusal unless a model's outputs can be those of this task, whatever the targets."""
-
     def require(self, outputs: Any, targets: Any) -> None:
         """Raise Refusal unless a model's main output, and the targets, are as this task has them."""
 
@@ -209,10 +205,6 @@ class Classify(Task):
         """Without the accuracy, which comes with the loss, and without curves of so many classes that it takes long."""
         few = ("auc",) if self.num_classes <= MOST_RANKED_CLASSES else ()
         return ("balanced_accuracy", "f1", *few)
-
-    @classmethod
-    def require_form(cls, outputs: Any) -> None:
-        require_logits(outputs)
 
     def require(self, outputs: Any, targets: Any) -> None:
         require_logits(outputs)
@@ -340,11 +332,11 @@ class MakeImage(Regress):
     def usual_metrics(self) -> tuple[str, ...]:
         return ("psnr", "mae")
 
-    @classmethod
-    def require_form(cls, outputs: Any) -> None:
-        main = main_output(outputs)
-        if not isinstance(main, Tensor) or main.dim() < 4:
-            _refuse(main, None, cls.name, "(batch, channels, height, width), as of `model` unet or smp/Unet")
+    def require(self, outputs: Any, targets: Any) -> None:
+        if not isinstance(outputs, Tensor) or outputs.dim() < 4:
+            wanted = "(batch, channels, height, width), as of `model` unet or smp/Unet"
+            _refuse(outputs, targets, self.name, wanted)
+        super().require(outputs, targets)
 
     @classmethod
     def blank(cls, classes: Sequence[str], labelled: bool, apart: bool) -> Record:
@@ -386,14 +378,9 @@ class Segment(Task):
         rest = {key: value for key, value in self.loss_options.items() if key != "binary"}
         return build_loss(chosen, **rest, **binary)
 
-    @classmethod
-    def require_form(cls, outputs: Any) -> None:
-        main = main_output(outputs)
-        if not isinstance(main, Tensor) or main.dim() < 3:
-            _refuse(main, None, cls.name, f"{DENSE}, as of `model` unet, fcn_resnet50 or smp/Unet")
-
     def require(self, outputs: Any, targets: Any) -> None:
-        self.require_form(outputs)
+        if not isinstance(outputs, Tensor) or outputs.dim() < 3:
+            _refuse(outputs, targets, self.name, f"{DENSE}, as of `model` unet, fcn_resnet50 or smp/Unet")
         wanted = outputs.shape if self.binary else (outputs.shape[0], *outputs.shape[2:])
         if targets.shape != wanted:
             _refuse(outputs, targets, self.name, DENSE + (" (batch, classes, height, width)" if self.binary else ""))

@@ -228,7 +228,7 @@ class Running:
         self.tokens.append(token)
         reason: FinishReason | None = None
         text = self.text.add(token)
-        if self.text.stopped or token == self.tokenizer.end:
+        if self.text.stopped or token in self.tokenizer.ends:
             reason = "stop"
         elif len(self.tokens) == self.most:
             reason = "length"
@@ -277,7 +277,7 @@ class Batcher:
     Args:
         stages: the model: this rank's stages, or parts of parameters. It is in evaluation mode until `close`.
         comm: all ranks of the plan.
-        tokenizer: what decodes tokens; its `end` ends a request.
+        tokenizer: what decodes tokens; its `ends` end a request.
         context: the most tokens that a prompt and what is generated may have.
         max_batch: how many requests run at once at most; others wait, first come, first served.
         page_size: how many tokens' keys and values a page holds.
@@ -331,6 +331,8 @@ class Batcher:
             RuntimeError: the batch is stopping.
         """
         tokens = [int(token) for token in prompt_tokens] or [self.tokenizer.end]
+        if tokens == [-1]:
+            raise ValueError("the prompt is empty, and this model has no token that ends a text before: give a prompt")
         unknown = next((token for token in tokens if not 0 <= token < self.tokenizer.vocabulary), None)
         if unknown is not None:
             raise ValueError(f"token {unknown} is unknown: tokens are from 0 to {self.tokenizer.vocabulary - 1}")

@@ -205,7 +205,9 @@ def _find_pretrained(comm: Communicator, source: Path) -> Trained:
     with comm.together((ValueError, OSError)):
         checkpoint = Checkpoint(source)
         options = checkpoint.options
-        tokenizer = PretrainedTokenizer(source / TOKENIZER, options["vocabulary"], checkpoint.end)
+        tokenizer = PretrainedTokenizer(
+            source / TOKENIZER, options["vocabulary"], checkpoint.ends, checkpoint.has_chats
+        )
         named = {"model": "gpt", "model_options": options, "text": str(source), "context": options["context"]}
     return Trained(ModelOptions().with_values(named), tokenizer, FoundWeights(source, ()))
 

@@ -79,8 +79,6 @@ def without_effect(chosen: Parallel, engine: Engine) -> list[str]:
         found.append(
             f"`zero` {chosen.zero} has no effect: no two ranks hold the same weights; `data` and `tiles` make such"
         )
-    if chosen.balance != "auto" and plan.num_stages == 1:
-        found.append("`balance` has no effect: the model is in one stage; `stages` says in how many")
     return found
 
 

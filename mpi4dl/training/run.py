@@ -72,7 +72,7 @@ def dry_run(setup: Setup, told: Sequence[str]) -> None:
     engine = setup.engine
     with engine.comm.together((ValueError,)):
         if engine.comm.rank == 0:
-            found = [*explain(setup.workload(), engine)]
+            found = [*explain(setup.workload_of_loss(), engine)]
             told = [line for line in told if line not in "\n".join(found).splitlines()]
             lines = (title(setup.spec, engine), *found, *setup.images.remarks, *setup.remarks, *told)
             print(setup.spell("\n".join(lines)))

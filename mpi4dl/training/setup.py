@@ -34,7 +34,8 @@ from mpi4dl.models.registry import described
 from mpi4dl.options import build
 from mpi4dl.options.build import TrainingSpec
 from mpi4dl.options.config import OF_THE_TASK, Config, ConfigError, facts, shared_options, to_toml
-from mpi4dl.options.declare import flags_for, saying, value_of, with_options, with_values, without_flags
+from mpi4dl.options.declare import flags_for, require_effect, saying, value_of, with_options, with_values, without_flags
+from mpi4dl.options.declare import without_effect as options_without_effect
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.optimizers import Schedule, build_optimizer, build_schedule, groups_of
 from mpi4dl.options.parts import call, load
@@ -106,7 +107,8 @@ class Setup:
         """The title of the run, what it learns, and remarks on options without effect."""
         config, engine = self.config, self.engine
         learnt = goal(config.optimizer, config.training, engine, self.task, self.num_steps)
-        return [title(self.spec, engine), learnt, *without_effect(config.parallel, engine)]
+        remarks = [*options_without_effect(config, changes_results=False), *without_effect(config.parallel, engine)]
+        return [title(self.spec, engine), learnt, *remarks]
 
     def about(self) -> Description:
         return Description.of(self.config, self.images, self.task.num_outputs)
@@ -119,12 +121,19 @@ class Setup:
         patches = patches_of_slides(spec.source, self.images.training, tell)
         return Workload(self.config, spec.num_outputs, spec.channels, patches, len(self.training))
 
+    def workload_of_loss(self) -> "Workload":
+        """The same, with what the loss can be tried on, for a rank alone."""
+        loader = _loader_of_targets(self.config, self.images)
+        return replace(self.workload(), task=self.task, targets=_first_targets(loader))
+
 
 def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str, argv: Sequence[str] = ()) -> Setup:
     """Build what a configuration names, each rank its part. Collective; raises Refusal on all ranks."""
     start_clock = StartClock()
     start_clock.end("imports")
     comm.agree(None, **facts(config))
+    with comm.together((ConfigError,)):
+        require_effect(config)
     config = framed(in_folder_of_fold(config), comm)
     require_weights(config, comm)
     chosen_plan: list[str] = []
@@ -309,11 +318,24 @@ def with_samples(config: Config, tell: Tell = quietly) -> "Workload":
     samples = open_samples(config)
     config = with_task(config, samples.training)
     source = source_of(config)
-    num_batches = len(source.loaders(samples, lambda _: [], lambda _: [])[0])
+    loader = _loader_of_targets(config, samples)
     task = build_task(config, samples.training, source.number_of_classes(samples.training))
     monitored(config, task, build_metrics(config, task))  # raises what a training would
     patches = patches_of_slides(source, samples.training, tell)
-    return Workload(config, task.num_outputs, samples.channels, patches, num_batches)
+    return Workload(config, task.num_outputs, samples.channels, patches, len(loader), task, _first_targets(loader))
+
+
+def _loader_of_targets(config: Config, samples: "Images | Texts") -> Loader:
+    """The loader of batches to train on as a rank has it that reads no inputs. Raises ConfigError, and ValueError."""
+    alone = source_of(with_values(config, {"num_workers": 0}))
+    return alone.loaders(samples, lambda *_: [], lambda *_: [])[0]
+
+
+def _first_targets(loader: Loader) -> Any:
+    """The targets of the first batch; None if they cannot be read: a training says what is wrong with a sample."""
+    with suppress(ValueError, OSError):
+        return next(iter(loader.epoch(0))).targets
+    return None
 
 
 def to_print(config: Config) -> str:

@@ -107,11 +107,20 @@ UNTRAINABLE = [
     "--scheduler-options gamma=1",
     "--low-precision-weights",
     "--batch-size 1 --data 2",
+    "--loss bce",
+    "--loss mse",
+    "--loss focal --mixup 0.2",
+    "--task multilabel",
+    "--task survival --microbatches 2",
+    "--freeze *",
+    "--lr-of nothing*=1",
+    "--unfreeze 1:*",
+    "--aggregator mean",
 ]
 
 
 @pytest.mark.parametrize("flags", UNTRAINABLE)
-@pytest.mark.exhaustive
+@pytest.mark.sample(7)
 def test_what_training_refuses_is_not_planned(
     ranks: Ranks, capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: str
 ) -> None:
@@ -119,7 +128,41 @@ def test_what_training_refuses_is_not_planned(
     given = [*SMALL, "--run-folder", str(tmp_path / "run"), "--max-steps", "4", *flags.format(folder=folder).split()]
     num_ranks = 2 if "--data" in flags else 1
     (told,) = set(ranks(num_ranks).run(refused, given))
-    assert refusal(capsys, *given).removeprefix("unet: ") == told
+    assert re.sub(r"^\w+: (?=the model|--loss|targets)", "", refusal(capsys, *given)) == told
+
+
+@pytest.mark.parametrize("flags", ["ASGD", "Adafactor", "SGD --optimizer-options fused=true"])
+def test_optimizers_that_no_kernel_runs_on_shapes_are_planned(flags: str) -> None:
+    main([*TINY, "--optimizer", *flags.split()])
+
+
+OWN_LOSSES = """
+from torch.nn import functional as F
+def alone(outputs): return outputs.sum()
+def of_each(outputs, targets): return F.cross_entropy(outputs, targets, reduction="none")
+def pair(outputs, targets): return outputs.sum(), targets.sum()
+def looking(outputs, targets): return F.cross_entropy(outputs, targets) if outputs.sum() < 1 else outputs.mean()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("alone", "takes 1 positional argument but 2 were given"),
+        ("of_each", "the loss must be one number, but has shape (4,): take its mean"),
+        ("pair", "the loss must be a tensor of one number, but is a tuple"),
+        ("looking", None),
+    ],
+)
+def test_an_own_loss_is_tried_on_the_labels_of_a_batch(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, message: str | None
+) -> None:
+    (tmp_path / "own.py").write_text(OWN_LOSSES)
+    given = [*TINY, "--loss", f"{tmp_path}/own.py:{name}"]
+    if message is None:
+        main(given)
+    else:
+        assert message in refusal(capsys, *given)
 
 
 class _Turning(nn.Module):

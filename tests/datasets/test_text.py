@@ -107,10 +107,12 @@ def test_the_standard_library_is_its_own_sources() -> None:
     [
         ("nowhere", "nowhere: no such file or folder; expected UTF-8 text, or 'stdlib'"),
         ("empty", "empty: has no text; files count as text if they end in .txt .text .md "),
+        ("texts.jsonl", "texts.jsonl: holds records, whose braces and keys would be text too"),
     ],
 )
 def test_sources_without_text_are_refused(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "texts.jsonl").write_text('{"text": "one"}\n')
     with pytest.raises(DatasetError, match=message):
         find_documents(tmp_path / name)
 

@@ -14,10 +14,12 @@ from mpi4dl.comm import Refusal
 from mpi4dl.datasets import DatasetError
 from mpi4dl.options import build
 from mpi4dl.options.build import TrainingSpec
-from mpi4dl.options.config import Config, ConfigError
+from mpi4dl.options.config import Config, ConfigError, parse
 from mpi4dl.options.data import build_views
+from mpi4dl.options.declare import options_of, require_effect, without_effect
 from mpi4dl.options.models import build_model
 from mpi4dl.options.optimizers import build_optimizer, build_schedule, state_bytes
+from mpi4dl.options.presets import PRESETS
 from mpi4dl.options.sources import source_of
 from mpi4dl.runs.assembly import blaming_the_model
 from mpi4dl.tasks.losses import classification_loss
@@ -253,13 +255,12 @@ def test_a_schedule_for_a_number_of_steps_says_so() -> None:
         ("StepLR --scheduler-options stepsize=1", "`scheduler` StepLR has no option stepsize; did you mean step_size?"),
         ("StepLR --scheduler-options step_size=a", "`scheduler` StepLR fails with {'step_size': 'a'}"),
         ("LambdaLR --scheduler-options lr_lambda=a", "`scheduler` LambdaLR does not take"),
-        (" --scheduler-options gamma=0.5", "`scheduler_options` {'gamma': 0.5} are for no `scheduler`: name one"),
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused(flags: str, message: str) -> None:
     optimizer = torch.optim.SGD(small_model().parameters(), lr=1.0)
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
-        build_schedule(configured(f"--scheduler {flags}" if flags[0] != " " else flags), optimizer)
+        build_schedule(configured(f"--scheduler {flags}"), optimizer)
 
 
 def test_trying_a_schedule_leaves_the_optimizer_alone() -> None:
@@ -310,10 +311,6 @@ def test_what_goes_wrong_in_training_is_blamed_on_the_model_only_if_it_is_the_mo
         ("--folds 3", "`folds` 3 is for samples in files"),
         ("--text words.txt --patient-column who", "`patient_column` who is for samples in files"),
         ("--images arrays.npz --split-file a.csv", "`split_file` a.csv is for samples in files"),
-        ("--stain-norm macenko", "`stain_norm` macenko is for slides"),
-        ("--images scans --leave-out pen,blur", "`leave_out` pen,blur is for slides"),
-        ("--images scans --mpp 0.5", "`mpp` 0.5 is for slides"),
-        ("--images scans --patch-size 64 --most-patches 9", "`most_patches` 9 is for slides"),
         ("--images scans --text stdlib", "`text` and `images` were both given"),
         ("--dataset my_code.py:Scans --text stdlib", "`dataset` and `text` were both given"),
         ("--features bags --images scans", "`slides` and `images` were both given"),
@@ -322,3 +319,39 @@ def test_what_goes_wrong_in_training_is_blamed_on_the_model_only_if_it_is_the_mo
 def test_options_of_another_kind_of_data_are_refused(flags: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         source_of(configured(flags)).prepared()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--stain-norm macenko", "`stain_norm` macenko has no effect without `slides` or `features`"),
+        ("--slides a --stain-reference b", "`stain_reference` b has no effect without `stain_norm`"),
+        ("--images scans --leave-out pen,blur", "`leave_out` pen,blur has no effect without"),
+        ("--images scans --patch-size 64 --most-patches 9", "`most_patches` 9 has no effect without"),
+        ("--text stdlib --jitter 0.1", "`jitter` 0.1 has no effect beside `text`"),
+        ("--text stdlib --sampling balanced", "`sampling` balanced has no effect beside `text`"),
+        ("--document-mask", "`document_mask` has no effect without `text`"),
+        ("--aggregator mean", "`aggregator` mean has no effect without `patches` or `features`"),
+        ("--scheduler-options gamma=0.5", "`scheduler_options` gamma=0.5 has no effect without `scheduler`"),
+        ("--stream-norm frozen", "`stream_norm` frozen has no effect without `stream`"),
+    ],
+)
+def test_options_that_would_change_nothing_are_refused(flags: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        require_effect(parse(flags.split()))
+
+
+def test_options_that_change_no_results_are_named_where_they_do_nothing() -> None:
+    idle = parse("--balance memory --schedule gpipe --stream-keep disk".split())
+    named = ["`schedule`", "`balance`", "`stream_keep`"]
+    assert [line.split()[0] for line in without_effect(idle, changes_results=False)] == named
+    of_use = parse("--stages 2 --balance memory --schedule gpipe --patch-size 8 --stream-keep disk".split())
+    assert not [*without_effect(of_use, changes_results=False)]
+    require_effect(of_use)
+
+
+def test_options_name_others_that_there_are_and_no_preset_has_one_without_effect() -> None:
+    options = options_of(Config)
+    assert {name for item in options.values() for name in (*item.needs, *item.not_with)} <= options.keys()
+    for name in PRESETS:
+        require_effect(parse(["--preset", name]))

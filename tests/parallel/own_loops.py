@@ -438,6 +438,19 @@ def kept_tensors(wrap: Wrap) -> list[Tensor]:
     return found_in(model)
 
 
+def leaves_within(wrap: Wrap) -> list[Tensor]:
+    """Leaves that a forward pass makes: of what is frozen, as PEFT with checkpointing does, and a bias, as T5 does."""
+    model, seen = made(), list[Tensor]()
+    model.first.requires_grad_(False)
+    model.head.register_forward_pre_hook(lambda module, inputs: seen.append(torch.zeros(6).requires_grad_()))
+    model.head.register_forward_pre_hook(lambda module, inputs: (inputs[0] + seen[-1],))
+    model.first.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+    model = wrap(model)
+    for images, labels in batches(2):
+        F.cross_entropy(model(images), labels).backward()
+    return found_in(model) + [x.grad for x in seen if x.grad is not None]
+
+
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

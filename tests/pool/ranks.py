@@ -15,7 +15,6 @@ exception on any rank fails the test with that rank's traceback. A body that han
 the next test gets a new pool.
 """
 
-import importlib
 import inspect
 import os
 import pickle
@@ -223,8 +222,8 @@ class Team:
         return self.pool.run(self.num_ranks, body, args, self.timeout)
 
 
-def run_body(comm: Any, module: str, test: str, arguments: dict[str, Any]) -> None:
-    getattr(importlib.import_module(module), test).body(comm, **arguments)
+def run_body(comm: Any, test: Any, arguments: dict[str, Any]) -> None:
+    test.body(comm, **arguments)
 
 
 def on_ranks(num_ranks: int | None = None) -> Callable[[Callable[..., None]], Any]:
@@ -234,12 +233,13 @@ def on_ranks(num_ranks: int | None = None) -> Callable[[Callable[..., None]], An
         def test(ranks: Ranks, **arguments: Any) -> None:
             sizes = [arguments[name] for name in ("num_ranks", "arrangement", "plan") if name in arguments]
             size = num_ranks or (sizes[0] if isinstance(sizes[0], int) else sizes[0].num_ranks)
-            ranks(size).run(run_body, body.__module__, body.__name__, arguments)
+            ranks(size).run(run_body, test, arguments)  # whose module is imported before the seed is set
 
         comm, *others = inspect.signature(body).parameters.values()
         signature = inspect.Signature([comm.replace(name="ranks"), *others])
         test.__dict__.update(body=body, __signature__=signature)
-        test.__name__, test.__module__, test.__doc__ = body.__name__, body.__module__, body.__doc__
+        test.__name__, test.__qualname__, test.__doc__ = body.__name__, body.__qualname__, body.__doc__
+        test.__module__ = body.__module__
         return test
 
     return make

@@ -116,6 +116,32 @@ def test_a_model_saved_without_its_head(tmp_path: Path) -> None:
     assert heard(world(), tmp_path) == [expected(model, prompt) for prompt in PROMPTS]
 
 
+def test_any_of_several_tokens_ends_a_text(tmp_path: Path) -> None:
+    model = random_model(*FORMS["llama"])
+    model.generation_config.eos_token_id = [END, expected(model, PROMPTS[0])[2]]
+    save(model, tmp_path)
+    answers = [expected(model, prompt) for prompt in PROMPTS]
+    assert len(answers[0]) <= 3
+    assert heard(world(), tmp_path) == answers
+
+
+def test_a_model_whose_texts_no_token_ends(tmp_path: Path) -> None:
+    model = random_model("GPT2", GPT2 | {"eos_token_id": None})
+    save(model, tmp_path)
+    assert heard(world(), tmp_path) == [expected(model, prompt) for prompt in PROMPTS]
+    batcher = open_batcher(world(), find_trained(world(), tmp_path), ONE, Batching())
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        batcher.submit((), Sampling(), lambda event: None)
+
+
+@pytest.mark.parametrize("where", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_chat_template_is_noticed(tmp_path: Path, where: str) -> None:
+    save(random_model(*FORMS["gpt2"]), tmp_path)
+    assert not find_trained(world(), tmp_path).tokenizer.has_chats
+    (tmp_path / where).write_text('{"chat_template": "{{ messages }}"}')
+    assert find_trained(world(), tmp_path).tokenizer.has_chats
+
+
 def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
     model = random_model(*FORMS["llama"])
     save(model, tmp_path)
@@ -131,7 +157,7 @@ def test_the_command_continues_text(tmp_path: Path) -> None:
     save(model, tmp_path)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     tokens = tokenizer("if né")["input_ids"]
-    own = PretrainedTokenizer(tmp_path / "tokenizer.json", VOCABULARY, END)
+    own = PretrainedTokenizer(tmp_path / "tokenizer.json", VOCABULARY, (END,))
     assert own.encode("if né").tolist() == tokens
     text = said(world(), str(tmp_path), "--prompt", "if né", "--temperature", "0", "--max-tokens", str(NEW))
     assert text == "if né" + own.decode(expected(model, tuple(tokens))) + "\n"
@@ -147,7 +173,7 @@ def test_a_space_at_the_beginning_is_kept() -> None:
     inner.decoder = tokenizers.decoders.Metaspace()
     with TemporaryDirectory() as folder:
         inner.save(f"{folder}/tokenizer.json")
-        own = PretrainedTokenizer(Path(folder) / "tokenizer.json", 3, -1)
+        own = PretrainedTokenizer(Path(folder) / "tokenizer.json", 3, ())
     assert "".join(own.decode([token]) for token in (2, 1, 0)) == "b a"
 
 
@@ -193,8 +219,8 @@ def test_files_that_are_missing_or_damaged(tmp_path: Path) -> None:
     assert "has no weight_map" in complaint()
     (tmp_path / "model.safetensors.index.json").unlink()
     assert "model.safetensors is missing: write it with AutoModelForCausalLM" in complaint()
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
-    assert "one token ends a text" in complaint()
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, "</s>"]}')
+    assert "it must be a token, or a list of them" in complaint()
     (tmp_path / "generation_config.json").unlink()
     (tmp_path / "tokenizer.json").unlink()
     assert "AutoTokenizer.from_pretrained" in complaint()

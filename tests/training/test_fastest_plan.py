@@ -2,9 +2,11 @@
 
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from mpi4dl._memory import NodeMemory
 from mpi4dl.comm import Communicator
@@ -77,7 +79,7 @@ def test_texts_and_volumes_are_left_open_too() -> None:
         ("batch", 2, {2}, []),
         ("none", 2, {2}, []),
         ("none", 1, {1, 2, 4}, []),
-        ("none", 1, {1}, ["--loss", "cox"]),
+        ("none", 1, {1}, ["--task", "survival"]),
     ],
 )
 def test_microbatches_are_chosen_where_neither_norm_nor_loss_sees_them(
@@ -91,8 +93,10 @@ def test_microbatches_are_chosen_where_neither_norm_nor_loss_sees_them(
 
     monkeypatch.setattr("mpi4dl.training.fastest_plan.search", search)
     flags = [*FLAGS, *SMALL, "--model-options", f"num_filters=4,norm={norm}", "--microbatches", str(asked), *more]
+    work = with_samples(parse(flags))
+    work = replace(work, targets=torch.ones(4, 2)) if more else work
     with pytest.raises(ConfigError, match="looked"):
-        choose(with_samples(parse(flags)), [NodeMemory("a", 1 << 34)] * 2, 2)
+        choose(work, [NodeMemory("a", 1 << 34)] * 2, 2)
     assert looked_at == found
 
 

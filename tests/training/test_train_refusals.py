@@ -57,7 +57,6 @@ REFUSED: dict[str, dict[str, str]] = {
         "--images {empty}": "{empty}/empty: this class has no images: add some, or remove the folder",
         "--images {images} --num-classes 2": "--num-classes 2, but the images have 3: a, b, c",
         "--model resnet19": "model 'resnet19' is unknown; the nearest names are ...'resnet18'",
-        "--model gpt3 --text stdlib": "model 'gpt3' is unknown; the nearest names are ...'gpt2'",
         "--model gpt": "--model gpt takes tokens, which --images have not",
         "--optimizer AdamWW": "--optimizer AdamWW: torch.optim has no such class; did you mean AdamW?",
         "--scheduler CosineAnealingLR": "--scheduler CosineAnealingLR: torch.optim.lr_scheduler has no such class; "
@@ -104,9 +103,10 @@ REFUSED: dict[str, dict[str, str]] = {
         "--patches 32 --stream 2x2": "--stream is for images that the model sees whole",
         "--patches 32 --model squeezenet1_0 --model-options dropout=0.1": "it does not end in a linear layer of its "
         "classes",
-        "--min-tissue 0.1": "--min-tissue 0.1 chooses patches, but --patch-size is missing",
+        "--min-tissue 0.1": "--min-tissue 0.1 has no effect without --patch-size or --features: leave it out",
     },
     "text": {
+        "--model gpt3": "model 'gpt3' is unknown; the nearest names are ...'gpt2'",
         "--tensor 2 --tensor-styles nowhere.toml": "--tensor-styles nowhere.toml: ",
         "--model resnet18": "--model resnet18 takes images, which --text has not",
         "--tensor 3": "has 2 heads of keys, which 3 ranks cannot share",
@@ -238,7 +238,7 @@ NO_SIZE += "but got 32$"
 def test_a_model_that_does_not_fit_is_refused_in_its_own_words(
     ranks: Ranks, tmp_path: Path, model: type[nn.Module], pattern: str, flags: str
 ) -> None:
-    argv = words(BASES["images"], "--model small_resnet", flags, "--run-folder", tmp_path / "run")
+    argv = words(BASES["images"], "--model small_resnet --num-classes 2", flags, "--run-folder", tmp_path / "run")
     (message,) = set(ranks(2).run(refused_model, model, argv))
     assert re.match(pattern, message), message
 

@@ -131,7 +131,6 @@ def test_prediction_and_features_have_the_stains_of_training(
 
 
 WRONG_REFERENCES = {
-    "--stain-norm none --stain-reference 1,2": "name the stain-norm that it is for",
     "--stain-reference 1,2": "8 numbers with commas between them for stain-norm macenko",
     "--stain-reference nowhere.png": "no such file",
     "--stain-reference {glass}": "too little stained tissue",
@@ -145,8 +144,3 @@ def test_what_references_are_refused(cohort: Path, tmp_path: Path, flags: str) -
     with pytest.raises((DatasetError, ConfigError), match="stain_reference") as raised:
         with_frame(parse(flags_of(cohort, tmp_path / "run", more)))
     assert WRONG_REFERENCES[flags] in str(raised.value).replace("`", "").replace("_", "-")
-
-
-def test_stains_of_pictures_without_slides_are_refused() -> None:
-    with pytest.raises(ConfigError, match="`stain_norm` macenko is for slides"):
-        with_frame(parse("--images synthetic --stain-norm macenko".split()))

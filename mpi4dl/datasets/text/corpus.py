@@ -32,6 +32,7 @@ TEXT_SUFFIXES = tuple(
     ".txt .text .md .rst .tex .html .xml .json .csv .toml .yaml "
     ".py .pyi .c .h .cc .cpp .hpp .cu .f90 .java .js .ts .go .rs .jl .sh".split()
 )
+RECORDS = (".jsonl", ".ndjson", ".parquet", ".arrow")  # of data sets of texts
 NOT_OF_STDLIB = frozenset(("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"))
 PIECE_BYTES = 1 << 20
 
@@ -51,7 +52,7 @@ def find_documents(*sources: str | Path) -> tuple[Document, ...]:
     sources, without tests.
 
     Raises:
-        DatasetError: a source does not exist, or is a folder without text.
+        DatasetError: a source does not exist, is a folder without text, or a file of records.
     """
     found: dict[Path, Document] = {}
     for source in sources:
@@ -64,6 +65,11 @@ def find_documents(*sources: str | Path) -> tuple[Document, ...]:
                 raise DatasetError(f"{path}: has no text; files count as text if they end in {' '.join(TEXT_SUFFIXES)}")
         elif not path.exists():
             raise DatasetError(f"{path}: no such file or folder; expected UTF-8 text, or {STDLIB!r}")
+        elif path.suffix.lower() in RECORDS:
+            raise DatasetError(
+                f"{path}: holds records, whose braces and keys would be text too: write the text of each to a file of "
+                "its own, which is a document, into one folder; or rename the file to train on it as it is"
+            )
         else:
             documents = [Document(path.name, path)]
         for document in documents:

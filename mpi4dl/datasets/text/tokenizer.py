@@ -1,7 +1,7 @@
 """Tokenizers: what one answers, bytes as tokens, and byte-level BPE."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +26,14 @@ class Tokenizer(Protocol):
         """The token that ends a document. No text is encoded as it."""
 
     @property
+    def ends(self) -> frozenset[int]:
+        """The tokens behind which a model has no more to say."""
+
+    @property
+    def has_chats(self) -> bool:
+        """Whether the model that it is of was trained on chats in a form of its own."""
+
+    @property
     def fingerprint(self) -> str:
         """Equal for tokenizers that encode every text alike."""
 
@@ -41,6 +49,8 @@ class ByteTokenizer:
 
     vocabulary = 257
     end = 256
+    ends = frozenset((256,))
+    has_chats = False
     fingerprint = "bytes"
 
     def encode(self, text: str) -> npt.NDArray[np.uint8]:
@@ -70,7 +80,7 @@ class BPETokenizer:
         inner.encode_special_tokens = True  # as what they are spelled
         self._inner = inner
         self.end: int = max(inner.get_vocab().values()) + 1
-        self.vocabulary = self.end + 1
+        self.vocabulary, self.ends, self.has_chats = self.end + 1, frozenset((self.end,)), False
         self.fingerprint = hashlib.blake2b(inner.to_str().encode(), digest_size=16).hexdigest()
 
     @classmethod
@@ -119,19 +129,22 @@ class BPETokenizer:
 
 
 class PretrainedTokenizer:
-    """The tokenizer of a model of transformers, whose `vocabulary` and `end` (-1: none) are those of the model.
+    """The tokenizer of a model of transformers, whose `vocabulary` and `ends` are those of the model.
+
+    `end` is the first of these, -1 without any. `has_chats`: whether the model has a form of chats of its own.
 
     The tokens that it puts around a text, such as a first one, are among those of the text. Raises as
     `BPETokenizer.load`.
     """
 
-    def __init__(self, path: Path, vocabulary: int, end: int) -> None:
+    def __init__(self, path: Path, vocabulary: int, ends: Sequence[int], has_chats: bool = False) -> None:
         if not path.is_file():
             raise DatasetError(
                 f"{path} is missing: write it with AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of "
                 "transformers"
             )
-        self._inner, self.vocabulary, self.end = _inner_at(path, "save it anew"), vocabulary, end
+        self._inner, self.vocabulary, self.has_chats = _inner_at(path, "save it anew"), vocabulary, has_chats
+        self.end, self.ends = (*ends, -1)[0], frozenset(ends)
         self._inner.no_truncation()
         self._inner.no_padding()
         self.fingerprint = hashlib.blake2b(self._inner.to_str().encode(), digest_size=16).hexdigest()

@@ -57,7 +57,9 @@ class Data:
         optional(PART_OR_PAIR),
         known_as=instead("use --images FOLDER, or {option} for a dataset in Python", "dataset-name"),
     )
-    dataset_options: Mapping[str, Any] = option({}, "keyword arguments of the dataset, such as root=slides", KEYWORDS)
+    dataset_options: Mapping[str, Any] = option(
+        {}, "keyword arguments of the dataset, such as root=slides", KEYWORDS, needs=("dataset",)
+    )
     image_size: tuple[int, ...] = option(
         AUTO,
         "height and width of every image in pixels, or the three sides of volumes; auto: 224x224, or the size in "
@@ -98,6 +100,7 @@ class Data:
         "how images get the image size: resized, cropped, or padded with white; own: each keeps its size; auto: own "
         "for slides without masks, crop images of more than 8192 x 8192 px, resize all others",
         choice("auto", "resize", "crop", "pad", "own"),
+        not_with=("text",),
     )
     flip: str = option(
         AUTO,
@@ -106,6 +109,7 @@ class Data:
         choice(AUTO, "none", "horizontal", "all", switch=("all", "none")),
         known_as=instead("use {option} horizontal or --no-flip", "hflip")
         | instead("use {option}, which mirrors along each axis", "vflip"),
+        not_with=("text",),
     )
     rotate: str = option(
         "none",
@@ -113,6 +117,7 @@ class Data:
         "images must be square or have their own size, or each patch turns in its place (--patch-size)",
         choice("none", "half", "quarter", switch=("quarter", "none")),
         known_as=same_as("rot90 random-rot90"),
+        not_with=("text",),
     )
     rotate_degrees: float = option(
         0.0,
@@ -120,24 +125,28 @@ class Data:
         "degrees in both directions",
         ANGLE,
         known_as=same_as("degrees rotation-degrees random-rotation rotate-limit"),
+        not_with=("text",),
     )
     scale: tuple[float, float] = option(
         (1.0, 1.0),
         "enlarge training images, or what each patch shows, by a random factor from LOW to HIGH, such as 0.9,1.1",
         RANGE,
         known_as=same_as("random-scale scale-limit zoom-range"),
+        not_with=("text",),
     )
     random_crop: bool = option(
         False,
         "crop training images at a random place",
         BOOLEAN,
         known_as=instead("use {option}", "random-resized-crop"),
+        not_with=("text",),
     )
     jitter: float = option(
         0.0,
         "range of random brightness, contrast and saturation of training images; 0: none",
         SHARE,
         known_as=same_as("color-jitter"),
+        not_with=("text",),
     )
     stain_jitter: float = option(
         0.0,
@@ -145,17 +154,20 @@ class Data:
         "DAB, and what is added to them; 0.05 is little, 0.2 much; 0: none",
         SHARE,
         known_as=same_as("hed-jitter stain-augmentation"),
+        not_with=("text",),
     )
     mixup: float = option(
         0.0,
         "mixup: train on weighted means of two images and their labels, with weights from Beta(X, X); 0: none",
         NOT_NEGATIVE,
         known_as=same_as("mixup-alpha"),
+        not_with=("text",),
     )
     transforms: Any = option(
         None,
         "your transform of pixels before normalization, each pixel by itself, such as my_code.py:darker(pixels)",
         optional(PART),
+        not_with=("text",),
     )
     augment: tuple[str, ...] = option(
         (),
@@ -164,22 +176,26 @@ class Data:
         "streaming cut these",
         CALLS,
         known_as=same_as("augmentations"),
+        not_with=("text",),
     )
     sampling: str = option(
         "shuffled",
         "training images of an epoch: each once, or each class equally often",
         choice("shuffled", "balanced"),
+        not_with=("text",),
     )
     mean: tuple[float, ...] | str = option(
         (0.5,),
         "mean that is subtracted from every pixel (0 to 1), for all channels or each, imagenet, or measured: that of "
         "each channel of the training images",
         per_channel(NUMBER, "imagenet", "half", MEASURED),
+        not_with=("text",),
     )
     std: tuple[float, ...] | str | None = option(
         None,
         "divisor of every pixel after that; none: that of a --mean by name, else 0.25",
         optional(per_channel(POSITIVE, "imagenet", "half", MEASURED)),
+        not_with=("text",),
     )
     label_columns: tuple[str, ...] | None = option(
         None, "columns of the table that are labels; none: by the usual names, or all", optional(NAMES)
@@ -209,15 +225,17 @@ class Data:
         "number of tokens of a sample of text",
         COUNT,
         known_as=same_as("seq-length seq-len block-size max-seq-length sequence-length"),
+        needs=("text",),
     )
     tokenizer: str = option(
         "bytes",
         "tokens of text: bytes, or byte pairs, such as bpe:8192",
         NAME,
         known_as=same_as("tokenizer-name"),
+        needs=("text",),
     )
     document_mask: bool = option(
-        False, "restrict attention to the document of each token, where a sample has several", BOOLEAN
+        False, "restrict attention to the document of each token, where a sample has several", BOOLEAN, needs=("text",)
     )
     num_workers: int = neutral(
         2,

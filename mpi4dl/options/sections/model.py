@@ -46,14 +46,20 @@ class Model:
         "gated-attention",
         "how the features of all patches of an image are combined",
         choice("mean", "max", "gated-attention", "transformer"),
+        needs=("patches", "features"),
     )
     feature_norm: str = option(
         "none",
         "standardize the features of all patches of a batch before the aggregator: batch, as batch norm does, or none",
         choice("none", "batch"),
+        needs=("patches", "features"),
     )
-    min_tissue: float = option(0.0, "drop patches with a smaller share of coloured pixels; 0: keep all", SHARE)
-    patches_at_once: int = option(16, "number of patches that each rank processes at once", COUNT)
+    min_tissue: float = option(
+        0.0, "drop patches with a smaller share of coloured pixels; 0: keep all", SHARE, needs=("patches", "features")
+    )
+    patches_at_once: int = option(
+        16, "number of patches that each rank processes at once", COUNT, needs=("patches", "features")
+    )
 
     @property
     def sees_patches(self) -> bool:

@@ -62,7 +62,7 @@ class Optimizer:
         known_as=instead("use {option} ExponentialLR --scheduler-options gamma={value}", "learning-rate-decay"),
     )
     scheduler_options: Mapping[str, Any] = option(
-        {}, "keyword arguments of the scheduler, such as milestones=[30,60]", KEYWORDS
+        {}, "keyword arguments of the scheduler, such as milestones=[30,60]", KEYWORDS, needs=("scheduler",)
     )
     lr_schedule: str = option(
         AUTO,
@@ -103,7 +103,9 @@ class Tuning:
         known_as=same_as("pretrained-weights initial-checkpoint init-checkpoint load-from init-from finetune")
         | instead("use {option} pretrained", "pretrained"),
     )
-    strict: bool = option(False, "refuse weights if any name or shape differs from the model's", BOOLEAN)
+    strict: bool = option(
+        False, "refuse weights if any name or shape differs from the model's", BOOLEAN, needs=("weights",)
+    )
     freeze: tuple[str, ...] = option(
         (),
         "parameters to freeze, such as layer1.*,bn*",

@@ -76,6 +76,7 @@ class Parallel:
         "1f1b",
         "order of microbatches in the stages",
         choice("layer", "gpipe", "1f1b", "interleaved", "zero-bubble"),
+        needs=("stages",),
     )
     bidirectional: int = neutral(
         0,
@@ -101,6 +102,7 @@ class Parallel:
         'a TOML file with the cuts of parameters, such as "blocks.*.up" = "column"; none: the table or plan of the '
         "model",
         optional(NAME),
+        needs=("tensor", "experts"),
     )
     experts: int = neutral(
         1,
@@ -112,6 +114,7 @@ class Parallel:
         "tensor",
         "what the ranks of --tensor hold of experts: a part of each, or whole ones",
         choice("tensor", "expert"),
+        needs=("tensor",),
     )
     zero: int = neutral(
         0,
@@ -133,6 +136,7 @@ class Parallel:
         "how to cut the model into stages: by times, measured once (auto) or on all ranks (measured), by FLOPs or "
         "memory, or by the number of units of each stage",
         either(COUNTS, "auto", "flops", "memory", "measured"),
+        needs=("stages",),
     )
     check: bool = neutral(
         True,
@@ -160,18 +164,21 @@ class Parallel:
         "batch norm while streaming: exact: by the statistics of the whole batch, with further passes over all tiles; "
         "running or frozen: by the running statistics, which are updated or not",
         choice("exact", "running", "frozen"),
+        needs=("stream", "patches", "features"),
     )
     stream_segments: int | str | None = neutral(
         None,
         "number of segments of the streamed part, or norms: each norm is a segment of its own; their outputs are kept, "
         "so less is computed again; none: one, or with --stream auto the number with the least work",
         optional(either(COUNT, "norms")),
+        needs=("stream", "patches", "features"),
     )
     stream_keep: str | None = neutral(
         None,
         "where to keep the outputs of segments until the backward pass: on the device, the host, or disk, in "
         "TMPDIR; none: on the device, or with --stream auto where it takes the least time",
         optional(choice("device", "host", "disk")),
+        needs=("stream", "patches", "features"),
     )
     no_rule: str = neutral(
         "error",

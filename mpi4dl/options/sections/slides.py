@@ -32,7 +32,10 @@ class Slides:
         known_as=same_as("wsi-dir csv-path wsi-source"),
     )
     slides_folder: str | None = option(
-        None, "the folder of the slides, and of folders in it; none: that of the table", optional(NAME)
+        None,
+        "the folder of the slides, and of folders in it; none: that of the table",
+        optional(NAME),
+        needs=("slides", "features"),
     )
     features: str | None = option(
         None,
@@ -45,35 +48,47 @@ class Slides:
         None,
         "read slides at so many microns per pixel, such as 0.5; none: by --magnification, or level 0",
         optional(POSITIVE),
+        needs=("slides", "features"),
     )
     magnification: float | None = option(
         None,
         "read slides at this magnification, such as 20 for 0.5 microns per pixel",
         optional(POSITIVE),
         known_as=same_as("mag"),
+        needs=("slides", "features"),
     )
     level: int | None = option(
-        None, "read slides at this level of their pyramid", optional(COUNT_OR_ZERO), known_as=same_as("patch-level")
+        None,
+        "read slides at this level of their pyramid",
+        optional(COUNT_OR_ZERO),
+        known_as=same_as("patch-level"),
+        needs=("slides", "features"),
     )
     assume_mpp: float | None = option(
-        None, "microns per pixel of level 0 of slides that do not say it", optional(POSITIVE)
+        None,
+        "microns per pixel of level 0 of slides that do not say it",
+        optional(POSITIVE),
+        needs=("slides", "features"),
     )
     background: str = option(
         "auto",
         "what whole slides show where there is no tissue: white, which streaming skips, or what was scanned (keep); "
         "auto: white by --fit own",
         choice("auto", "white", "keep"),
+        needs=("slides", "features"),
     )
     tissue: float | str = option(
         "otsu",
         "how the tissue of a slide is found: pixels with more than this saturation (0 to 1), or than Otsu's threshold",
         either(SHARE, "otsu"),
+        needs=("slides", "features"),
     )
     leave_out: tuple[str, ...] = option(
         (),
         "what is not taken for tissue: pen marks (pen), regions out of focus (blur), or pen,blur; default: nothing",
         some_of("pen", "blur"),
         known_as=instead("use {option} pen", "remove-penmarks") | instead("use {option} pen,blur", "remove-artifacts"),
+        needs=("slides", "features"),
     )
     stain_norm: str = option(
         "none",
@@ -81,11 +96,13 @@ class Slides:
         "their colours (reinhard)",
         choice("none", "macenko", "reinhard"),
         known_as=same_as("stain-normalization color-norm"),
+        needs=("slides", "features"),
     )
     stain_reference: str | None = option(
         None,
         "the reference of --stain-norm: a slide or a picture, or the numbers that a run printed of one; none: built in",
         optional(NAME),
+        needs=("stain_norm",),
         known_as=same_as("stain-target"),
     )
     most_patches: int | None = option(
@@ -93,6 +110,7 @@ class Slides:
         "number of patches of a slide that are drawn at random in each epoch of training; none: all",
         optional(COUNT),
         known_as=same_as("bag-size max-patches"),
+        needs=("slides", "features"),
     )
     folds: int | None = option(
         None,
@@ -137,12 +155,14 @@ class Slides:
         "background",
         "what pixels without annotation are: the class background, or left out of loss and metrics",
         choice("background", "ignore"),
+        needs=("slides", "features"),
     )
     annotation_origin: str = option(
         "level-0",
         "where coordinates of annotations begin: at the full level 0, or at the bounds that the scanner scanned, as in "
         "QuPath",
         choice("level-0", "bounds"),
+        needs=("slides", "features"),
     )
     crops_each: int = option(
         1,
@@ -150,9 +170,13 @@ class Slides:
         "epoch, within tissue",
         COUNT,
         known_as=same_as("windows-each"),
+        needs=("slides", "features"),
     )
     crops_on_classes: float = option(
-        0.0, "share of these windows whose centre is drawn on an annotated class, each class equally often", SHARE
+        0.0,
+        "share of these windows whose centre is drawn on an annotated class, each class equally often",
+        SHARE,
+        needs=("slides", "features"),
     )
 
     @property

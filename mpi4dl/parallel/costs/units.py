@@ -67,9 +67,7 @@ def count_units(
     def count(unit: nn.Module, receive: Callable[[], tuple[Any, ...]], last: bool) -> DryRun:
         def run() -> Any:
             results = unit(*receive())
-            if last:
-                accept(results)
-            else:
+            if not last:
                 pack((results,))  # raises ValueError for what no stage can hand to the next
             return _with_loss(results) if last and of_tokens(site.image) else results
 
@@ -98,6 +96,7 @@ def count_units(
             costs = counted.costs
             found.append(costs if backward else costs._replace(backward_flops=BACKWARD * costs.flops))
             handed_on.append([tensor.untyped_storage() for tensor in local_tensors(counted.results)])
+    accept(counted.results)
     return tuple(
         unit._replace(
             unsaved_output_bytes=sum(s.nbytes() for s in storages if saved.turns.get(s._cdata, place) <= place)

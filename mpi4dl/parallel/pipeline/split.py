@@ -322,7 +322,7 @@ def unfit(model: nn.Module, image: tuple[int, ...]) -> str | None:
     try:
         with torch.no_grad(), trial(model):
             model.train()(shape_only(model, image))
-    except (RuntimeError, AssertionError, ValueError) as error:
+    except (RuntimeError, AssertionError, ValueError, TypeError, AttributeError) as error:
         reason = str(error).partition("\n")[0]
         if isinstance(error, NotImplementedError) or "meta" in reason:  # it looks at values, and there are none
             return None

@@ -165,31 +165,43 @@ TABLES: Mapping[str, Styles] = MappingProxyType(
         "ViTForImageClassification": HF_VIT,
     }
 )  # by the name of the model's class
-# Models of transformers whose layers of experts are laid over ranks that share the batch, though nothing is cut.
-OF_EXPERTS = frozenset(f"{name}ForCausalLM" for name in ("Mixtral", "Olmoe", "GraniteMoe", "Qwen2Moe", "Qwen3Moe"))
+LIBRARIES = ("transformers.models.", "transformers.modeling_utils", "timm.")  # whose models carry plans, or known names
 
 
 def styles_of(model: nn.Module, num_ranks: int = 2) -> Styles:
-    """The styles of a model: by a table for its class; for models of transformers and timm, by a plan or by names.
+    """The styles of a model, or of those in it: by a table for the class; of transformers and timm by a plan or names.
 
     Raises:
         ValueError: there is neither, or nothing of the model can be cut over so many ranks.
     """
-    name, table = type(model).__name__, _table_of(model)
-    if table is not None:
-        return table
-    if not any(kind.__module__.startswith(("transformers.", "timm.")) for kind in type(model).__mro__):
+    name, found = type(model).__name__, _known_styles(model, num_ranks)
+    if found is None:
         raise ValueError(
             f"there is no table of how parameters of {name} are cut, only of {', '.join(TABLES)}, and of models of "
             "transformers and timm: pass styles, such as {'blocks.*.up': 'column', 'blocks.*.down': 'row'}"
         )
-    found = planned_styles(model, num_ranks)
     if not found:
         raise ValueError(
             f"{name} carries no plan that says how its parameters are cut, and has no layers of known names that "
             f"{num_ranks} ranks can share: pass styles, such as {{'blocks.*.up': 'column', 'blocks.*.down': 'row'}}"
         )
     return found
+
+
+def _known_styles(model: nn.Module, num_ranks: int) -> Styles | None:
+    """Those of the outermost modules that are known; None if there are none."""
+    found, known = dict[str, str](), tuple[str, ...]()
+    for path, module in model.named_modules():
+        if path.startswith(known):
+            continue
+        styles = _table_of(module)
+        if styles is None and any(kind.__module__.startswith(LIBRARIES) for kind in type(module).__mro__):
+            styles = planned_styles(module, num_ranks)
+        if styles is not None:
+            inside = path and f"{path}."
+            found |= {f"{inside}{pattern}": style for pattern, style in styles.items()}
+            known = (*known, inside)
+    return found if known else None
 
 
 def _table_of(model: nn.Module) -> Styles | None:
@@ -318,9 +330,8 @@ def cutting_of(model: nn.Module, styles: Styles | None, degrees: Degrees) -> Cut
         ValueError: a style or a pattern that fits nothing; heads, features or experts that cannot be shared by so many
             ranks; or no table.
     """
-    known = type(model).__name__ in OF_EXPERTS or _table_of(model) is not None
-    if styles is None and degrees.features == degrees.experts == 1 and not known:
-        return Cutting()
+    if styles is None and degrees.features == degrees.experts == 1:
+        styles = _known_styles(model, 1) or {}  # ranks that share the batch alone share the tokens of experts
     styles = styles_of(model, degrees.features) if styles is None else styles
     modules = dict(model.named_modules())
     layers: dict[str, int] = {}

@@ -358,6 +358,14 @@ class Api:
     async def generate(self, kind: type[AnyRequest], request: Request) -> Response:
         """What was asked for, `asked.n` texts for each prompt, whole or streamed."""
         front, asked = self._front, await read(request, kind, self._model)
+        if asked.chat and front.tokenizer.has_chats:
+            raise ApiError(
+                400,
+                "this model was trained on chats in the form of its chat template, which the server does not apply: "
+                "send the tokens that apply_chat_template of transformers makes to /v1/completions, as `prompt`",
+                "messages",
+                "chat_template",
+            )
         arrived, scored = time.perf_counter(), asked.logprobs is not None and asked.logprobs is not False
         if asked.echo and scored:
             raise ApiError(400, "echo with logprobs is not supported: the prompt's are not computed", "logprobs")

@@ -55,6 +55,9 @@ SPREAD = {
     "a list of slices": lambda x: x[[slice(None), slice(1, 3), None]],
     "two dims by a list of lists": lambda x: x.transpose(0, 1).unflatten(0, (2, 2))[[[0, 1, 1], [1, 0, 1]]],
     "the batch, and a new dim": lambda x: x[[2, 0, 1], ..., None, :],
+    "rows and columns, each apart": lambda x: x[:, :, torch.tensor([[3], [0], [1]]), [2, 0]],
+    "columns, rows and a channel apart": lambda x: x[:, [-1], torch.tensor([[4, 0, 2]]), torch.tensor([1, 3])[:, None]],
+    "the batch and columns apart": lambda x: x[torch.arange(3).view(-1, 1, 1, 1), :, :, torch.tensor([[[4, 0]]])],
 }
 WHOLE = {
     "roll all of an image": lambda x: x[0, 0].roll((1, -1), (0, 1)).sum(0),

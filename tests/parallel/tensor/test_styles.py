@@ -150,6 +150,12 @@ def test_convolutions_of_the_variants_of_a_resnet_are_cut(name: str, cut: set[st
     assert {f"{path}.weight" for path in (*cut, "fc")} <= found.keys()
 
 
+def test_a_model_within_a_module_of_the_users_is_cut_as_it_is_alone() -> None:
+    inner = VisionTransformer(Block(SelfAttention(fused=True)))
+    expected = {f"0.model.{path}": style for path, style in styles_of(inner).items()}
+    assert styles_of(nn.Sequential(nn.ModuleDict({"model": inner}), nn.Linear(HIDDEN, 2))) == expected
+
+
 def test_models_of_nobody_have_no_styles() -> None:
     with pytest.raises(ValueError, match="there is no table of how parameters of Model are cut"):
         styles_of(Model())

@@ -156,3 +156,11 @@ def test_what_is_said_of_damage(served: Served, damaged: Damaged, status: int, s
         response = sent(client, damaged)
     assert response.status_code == status
     assert said in response.text
+
+
+def test_chats_of_a_form_of_the_models_own_are_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.batch.tokenizer, "has_chats", True)
+    answer = served.post("/v1/chat/completions", messages=[{"role": "user", "content": "hello"}])
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "chat_template")
+    assert "apply_chat_template" in answer.json()["error"]["message"]
+    assert served.post(prompt="a", max_tokens=1).status_code == 200

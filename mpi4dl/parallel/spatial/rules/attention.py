@@ -63,7 +63,8 @@ def scaled_dot_product_attention(
     if dropout_p:
         return _dropping(query, key, value, attn_mask, dropout_p, **options)
     lead = next((x for x in (query, key, value) if isinstance(x, SpatialTensor)), attn_mask)
-    assert isinstance(lead, SpatialTensor)
+    if not isinstance(lead, SpatialTensor):  # a mask alone was spread, along its keys
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, **options)
     asking = _layout_of_queries(name, query, lead)
     key, value = (_cut_as(asking, x) for x in (key, value))
     beside = asking.moved(lambda dim: None if dim == query.dim() - 2 else dim)
@@ -91,10 +92,8 @@ def scaled_dot_product_attention(
     own = part_of(query, asking, query.dim(), name)
     gathered = any(isinstance(x, SpatialTensor) and x.layout.cut(x.dim() - 2) for x in (key, value))
     if gathered and torch.is_grad_enabled():
-        outputs = checkpoint(attend, own, *parts, use_reentrant=False, preserve_rng_state=False)
-    else:
-        outputs = attend(own, *parts)
-    return wrap(outputs, asking)
+        return wrap(checkpoint(attend, own, *parts, use_reentrant=False, preserve_rng_state=False), asking)
+    return wrap(attend(own, *parts), asking)
 
 
 def _ring(query: Tensor, key: Tensor, value: Tensor, causal: bool, options: dict[str, Any]) -> "Ring | None":

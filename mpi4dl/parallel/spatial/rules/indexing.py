@@ -216,18 +216,38 @@ def choose_by_lists(x: Tensor, lists: Mapping[int, Tensor]) -> Tensor:
     whole = whole_along(x, [dim + i for dim, index in lists.items() for i in range(dims_of(index))])
     if whole is not x:
         return copied(choose_by_lists(whole, lists), x)
-    if any(x.layout.axis(dim) is not None for dim in chosen):
-        (dim, index), *others = chosen.items()
-        if others or index.dim() != 1:
-            raise refusal("Tensor.__getitem__", SELECTS_PIXELS)
-        return choose(x, dim, index.tolist())
-    y = x.local[_everywhere(chosen, x.dim())]
     kept = [dim for dim in range(x.dim()) if dim not in chosen]
-    new = y.dim() - len(kept)
     side_by_side = max(chosen) - min(chosen) + 1 == len(chosen)
-    before = sum(dim < min(chosen) for dim in kept) if side_by_side else 0  # else PyTorch puts them in front
+    before = sum(dim < min(chosen) for dim in kept) if side_by_side else 0  # else PyTorch puts new dims in front
+    if any(x.layout.axis(dim) is not None for dim in chosen):
+        return _choose_apart(x, chosen, kept, before)
+    y = x.local[_everywhere(chosen, x.dim())]
+    new = y.dim() - len(kept)
     place = {dim: i if i < before else i + new for i, dim in enumerate(kept)}
     return wrap(y, x.layout.moved(place.get))
+
+
+def _choose_apart(x: SpatialTensor, chosen: Mapping[int, Tensor], kept: Sequence[int], before: int) -> Tensor:
+    """x[rows, columns] where each tensor of indices varies along a dim of its own, as masks of attention and `np.ix_`
+    have them: each is chosen alone, and ranks that share its dim share that of the result.
+    """
+    new = max(index.dim() for index in chosen.values())
+    varies = {dim: [i - index.dim() for i, n in enumerate(index.shape) if n != 1] for dim, index in chosen.items()}
+    places = [place for found in varies.values() for place in found]
+    if len(set(places)) < len(places) or any(len(found) > 1 for found in varies.values()):
+        raise refusal("Tensor.__getitem__", SELECTS_PIXELS)
+    y: Tensor = x
+    for dim, index in chosen.items():
+        y = choose(y, dim, index.flatten().tolist())
+    alone = [dim for dim in chosen if not varies[dim]]
+    by_place = {found[0]: dim for dim, found in varies.items() if found}
+    y = y.permute(*kept[:before], *alone, *(by_place[place] for place in sorted(by_place)), *kept[before:])
+    for _ in alone:
+        y = y.select(before, 0)
+    for place in range(-new, 0):
+        if place not in by_place:
+            y = y.unsqueeze(before + new + place)
+    return y
 
 
 def write_by_lists(x: SpatialTensor, lists: Mapping[int, Tensor], value: Any) -> None:
